@@ -205,7 +205,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
     id: int
     code: int
-    type: str
+    type: str = msgspec.field(name="error_type")  # "type" is the tag on the wire
     message: str
     extra: dict[str, Any] = msgspec.field(default_factory=dict)
 
