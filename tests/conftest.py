@@ -1,0 +1,36 @@
+"""Models that several test areas share. All are made once a session, from the one dense model that is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ftgguf.pull.upcycle import upcycle
+
+DENSE = Path(__file__).parent / "data" / "stories260K.gguf"
+
+
+@pytest.fixture(scope="session")
+def stories_dense() -> Path:
+    """stories260K: a trained dense `llama` model, F32, 512-token SPM vocabulary."""
+    return DENSE
+
+
+@pytest.fixture(scope="session")
+def stories_moe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`stories_moe(arch="llama", type=None)`: stories260K upcycled to 8 experts, top 2; same text as the dense model.
+
+    `type` is the experts' GGUF type (`Q8_0`, `F16`, `MXFP4`, `Q4_0` ...), None keeps F32. Coarse types (MXFP4, Q4_0)
+    tell another story than the dense model, since their weights are other ones.
+    """
+    folder = tmp_path_factory.mktemp("stories")
+
+    def make(arch: str = "llama", type: str | None = None) -> Path:
+        path = folder / f"stories260K-{arch}-8x-top2-{type or 'F32'}.gguf"
+        if not path.exists():
+            upcycle(DENSE, path, arch=arch, expert_type=type)
+        return path
+
+    return make
