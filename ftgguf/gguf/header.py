@@ -27,8 +27,10 @@ MAX_STRINGS = 1 << 22
 """All strings in a header's arrays together; the largest vocabularies have 0.8 million with their merges."""
 INNER_COST = 64
 """An array inside an array takes as long to check as about 64 strings, and counts as so many."""
-MAX_NUMBERS = 1 << 26
-"""Bytes in one array of numbers (64 MiB)."""
+MAX_VALUE = 1 << 26
+"""Bytes in one string or array of numbers (64 MiB); tokenizer.huggingface.json takes 30 MB."""
+MAX_STRING_BYTES = 1 << 27
+"""Bytes in one array of strings; Gemma's half a million merges take 11 MB."""
 MAX_KEY = 65535
 MAX_NAME = 63
 """GGML_MAX_NAME less the closing zero."""
@@ -207,8 +209,8 @@ class Parser:
         header = self.at - 12
         if element in FORMATS:
             size = count * FORMATS[element].size
-            if size <= self.size - self.at and size > MAX_NUMBERS:
-                self.fail(f"{what} has {count} elements ({size} bytes), more than the {MAX_NUMBERS} allowed", header)
+            if size <= self.size - self.at and size > MAX_VALUE:
+                self.fail(f"{what} ({count} elements) is {size} bytes long, at most {MAX_VALUE} are allowed", header)
             self.skip(size, f"{what} ({count} elements)", header)
             return None
         if element not in (ValueType.STR, ValueType.ARR):
@@ -241,7 +243,10 @@ class Parser:
             self.fail(
                 f"{what}: string {error.index} is {error.length} bytes long but {left} are left: {AGAIN}", error.offset
             )
-        self.at = int(offsets[-1])
+        length = int(offsets[-1]) - self.at
+        if length > MAX_STRING_BYTES:
+            self.fail(f"{what} is {length} bytes long, at most {MAX_STRING_BYTES} are allowed")
+        self.at += length
         return offsets
 
     def skip(self, n: int, what: str, at: int | None = None) -> None:
@@ -256,6 +261,8 @@ class Parser:
         left = self.size - self.at
         if length > left:
             self.fail(f"{what}: string length {length} exceeds the {left} bytes left: {AGAIN}", start)
+        if length > MAX_VALUE:
+            self.fail(f"{what} is {length} bytes long, at most {MAX_VALUE} are allowed", start)
         self.at += length
 
     def tensor(self, index: int) -> RawTensor:

@@ -10,7 +10,7 @@ from .header import Header, RawTensor
 from .sniff import is_raw_part
 
 _JOIN_WINDOW = 1 << 20
-"""How far behind the data another header is looked for: shards are padded to their alignment at most."""
+"""Bytes searched for another header: behind the data, and behind its padding where the alignment is larger."""
 
 
 def check_layout(path: Path, buffer: mmap | bytes, header: Header) -> int:
@@ -63,7 +63,8 @@ def _beyond(path: Path, size: int, header: Header, ordered: list[RawTensor], pac
 
 def _check_joined(path: Path, buffer: mmap | bytes, header: Header, last: int) -> None:
     """Shards joined with cat: the first one's data is followed by the next one's header."""
-    at = buffer.find(b"GGUF", last, min(len(buffer), last + header.alignment + _JOIN_WINDOW))
+    padded = -(-last // header.alignment) * header.alignment
+    at = max(buffer.find(b"GGUF", start, min(len(buffer), start + _JOIN_WINDOW)) for start in (last, padded))
     if at >= 0 and buffer[at + 4 : at + 8] in (b"\2\0\0\0", b"\3\0\0\0"):
         raise GGUFError(
             path,

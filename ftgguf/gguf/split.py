@@ -42,8 +42,9 @@ def open_shard(path: Path) -> Shard:
     try:
         # O_NONBLOCK: opening a FIFO must fail below instead of waiting for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError as error:
-        raise GGUFError(path, None, f"cannot be opened: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise GGUFError(path, None, f"cannot be opened: {reason}") from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
@@ -145,7 +146,7 @@ def _sibling_paths(shard: Shard, count: int) -> list[Path]:
 def _check_numbers(shards: list[Shard], count: int) -> None:
     for place, shard in enumerate(shards):
         their_count, number = integer(shard, "split.count"), integer(shard, "split.no")
-        if their_count != count:
+        if their_count not in (count, None):  # llama.cpp reads it in the first shard only
             raise GGUFError(
                 shard.path, None, f"split.count is {their_count}, but {count} in {shown(shards[0].path.name)}: "
                 "it belongs to another split"
