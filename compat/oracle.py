@@ -69,8 +69,8 @@ class Oracle:
         path: the file (first shard of a split).
         n_ctx: cells of the KV cache.
         n_threads, n_threads_batch: for decode and for prefill; default: physical cores as `os.cpu_count()` sees them.
-        repack: let libllama repack weights for the CPU (`use_extra_bufts`), its default. False keeps the mapped file,
-            whose kernels are the ones a plain-layout engine uses.
+        repack: let libllama repack weights for the CPU (`use_extra_bufts`), as llama.cpp does by default. False keeps
+            the mapped file, whose kernels are the ones a plain-layout engine uses.
         n_batch, n_ubatch: llama.cpp's logical and physical batch.
         type_k, type_v: ggml type of the KV cache, by name (`f16`, `f32`, `q8_0` ...).
         flash_attn: None lets libllama choose.
@@ -86,7 +86,7 @@ class Oracle:
         n_threads: int | None = None,
         *,
         n_threads_batch: int | None = None,
-        repack: bool = True,
+        repack: bool = False,
         n_batch: int = 2048,
         n_ubatch: int = 512,
         type_k: str = "f16",
