@@ -1,0 +1,44 @@
+"""How a block's operators follow each other: the forward of every family, in coarse operators."""
+
+from __future__ import annotations
+
+from ftgguf.layers.params import Block, Decoder, Mlp
+from ftgguf.ops.base import Ops, Tensor
+
+
+def block(ops: Ops, layer: int, h: Tensor, p: Block, *, last: bool) -> Tensor | None:
+    """h + attention, then + feed-forward. `layer` counts within the segment.
+
+    In the model's last block only the rows whose logits are wanted go on after the KV write, as in llama.cpp; where
+    none are, there is no result.
+    """
+    a = p.attention
+    q, k, v = ops.norm_qkv(h, a)
+    q = ops.rope_write(layer, q, k, v, a)
+    if last and ops.n_outputs == 0:
+        return None
+    y = ops.linear(a.out, ops.attend(layer, q, a))
+    if last:
+        y, h = ops.select(y), ops.select(h)
+    h = ops.add(_scaled(ops, y, p.residual_scale), h)
+    x = ops.rms_norm(h, p.ffn_norm, p.eps)
+    y = ops.mlp(x, p.ffn) if isinstance(p.ffn, Mlp) else ops.moe(x, p.ffn)
+    return ops.add(_scaled(ops, y, p.residual_scale), h)
+
+
+def _scaled(ops: Ops, x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else ops.scale(x, factor)
+
+
+def segment(ops: Ops, model: Decoder, first: int, last: int, h: Tensor | None = None) -> Tensor | None:
+    """Blocks [first, last) of `model`. Block 0 starts from the batch's tokens (or embeddings in `h`); the segment that
+    holds the last block returns logits [outputs, vocab] or None where none are wanted, any other the hidden state
+    [rows, n_embd]."""
+    if h is None:
+        h = ops.embed(model.embedding)
+        if model.embedding.scale != 1.0:
+            h = ops.scale(h, model.embedding.scale)
+    end = len(model.blocks)
+    for i in range(first, last):
+        h = block(ops, i - first, h, model.blocks[i], last=i == end - 1)
+    return h if last < end or h is None else ops.head(h, model.head)
