@@ -19,6 +19,8 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from compat import amx
+
 F32 = NDArray[np.float32]
 
 _LOG_ERROR, _LOG_CONTINUE = 3, 5
@@ -74,6 +76,7 @@ class Oracle:
         n_batch, n_ubatch: llama.cpp's logical and physical batch.
         type_k, type_v: ggml type of the KV cache, by name (`f16`, `f32`, `q8_0` ...).
         flash_attn: None lets libllama choose.
+        avoid_amx: with `repack`, leave out ggml's AMX buffers where they crash (`compat.amx`).
 
     Raises:
         OracleError: the file does not load.
@@ -92,11 +95,14 @@ class Oracle:
         type_k: str = "f16",
         type_v: str = "f16",
         flash_attn: bool | None = None,
+        avoid_amx: bool = True,
     ) -> None:
         self.model: Any = None
         self.context: Any = None
         llama_cpp.llama_log_set(_collect_errors, ctypes.c_void_p(0))
         _errors.clear()
+        if repack and avoid_amx:
+            amx.avoid_if_broken()
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model_params.use_extra_bufts = repack
