@@ -1,0 +1,1 @@
+"""The rows of the flag table, by subject."""
