@@ -23,10 +23,10 @@ F32 = NDArray[np.float32]
 
 
 class ExpertId(NamedTuple):
-    """One routed expert: `layer` counts MoE blocks by block number, `index` is the expert within the block."""
+    """One routed expert: `layer` is the block's number, `expert` its number within the block."""
 
     layer: int
-    index: int
+    expert: int
 
 
 @dataclass(frozen=True, slots=True)

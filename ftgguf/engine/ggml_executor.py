@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ftgguf.engine.executor import NotSupported
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.gguf.types import TensorType
 from ftgguf.layers.block import segment
-from ftgguf.layers.params import Decoder
+from ftgguf.layers.params import Decoder, Moe
 from ftgguf.nouns import F32, I32, Batch
 from ftgguf.ops.ggml import KV_TYPES, GgmlOps, Inputs
 
@@ -77,6 +76,12 @@ class GgmlExecutor:
     def reserve(self) -> None:
         """Size the work memory for the largest pass, so that later graphs never lose theirs."""
         self._pass(self.max_rows, min(self.n_cells, KV_PAD), 1, False)
+
+    def warm_up(self) -> None:
+        """One decode step at position 0 of cell 0, whose contents nobody has claimed yet: starts the threads and
+        reads the dense weights in."""
+        zero = np.zeros(1, np.int32)
+        self.forward(Batch(zero, zero, zero, zero, (zero,), zero))
 
     def _pass(self, rows: int, n_kv: int, n_outputs: int, hidden: bool) -> _Pass:
         key = (rows, n_kv, n_outputs, hidden)
@@ -201,7 +206,4 @@ def _no_mask(window: int) -> Any:
 
 
 def _most_ranks(model: Decoder) -> int:
-    return max((getattr(b.ffn, "router").top_k if hasattr(b.ffn, "router") else 1) for b in model.blocks)
-
-
-Progress = Callable[[str, float], None]
+    return max((b.ffn.router.top_k if isinstance(b.ffn, Moe) else 1) for b in model.blocks)

@@ -72,7 +72,9 @@ class Keys:
     def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
         value = self._need(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise ModelError(f"{self.gguf.path}: key '{self.prefix}{key}' is {value!r}, not an integer in {low}..{high}")
+            raise ModelError(
+                f"{self.gguf.path}: key '{self.prefix}{key}' is {value!r}, not an integer in {low}..{high}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -174,10 +176,15 @@ def read_rope(
         ctx_orig=context.yarn_orig_ctx or keys.integer("rope.scaling.original_context_length", numbers.n_ctx_train),
         ext=ext,
         attn=attn * keys.number("rope.scaling.attn_factor", 1.0),
-        beta_fast=context.yarn_beta_fast if context.yarn_beta_fast >= 0 else keys.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=context.yarn_beta_slow if context.yarn_beta_slow >= 0 else keys.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=_given(context.yarn_beta_fast, keys.number("rope.scaling.yarn_beta_fast", 32.0)),
+        beta_slow=_given(context.yarn_beta_slow, keys.number("rope.scaling.yarn_beta_slow", 1.0)),
         factors=factors,
     )
+
+
+def _given(flag: float, model: float) -> float:
+    """A flag where it is set: llama.cpp's yarn flags are -1 when they are not."""
+    return flag if flag >= 0 else model
 
 
 def _mscale(grow: float) -> float:

@@ -1,4 +1,4 @@
-"""`glm4moe` (GLM-4.5, 4.5-Air, 4.6, 4.7): sigmoid routing with a selection bias, a shared expert, dense first blocks."""
+"""`glm4moe` (GLM-4.5 to 4.7): sigmoid routing with a selection bias, a shared expert, dense first blocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build(s: Source, n: Numbers, context: ContextConfig) -> Decoder:
             shared = parts.mlp(s, n, i, width * n.n_shared, "_shexp") if n.n_shared else None
             ffn = Moe(routed, parts.experts(s, n, i, width), shared)
         blocks.append(Block(attention, norm, ffn, n.eps))
-    notes = ()
+    notes: tuple[str, ...] = ()
     if n.n_layer_all > n.n_layer:
         notes = (f"{n.n_layer_all - n.n_layer} prediction layer(s) of the file are not used",)
     return Decoder(parts.embedding(s, n), tuple(blocks), parts.head(s, n), n.n_embd, n.n_vocab, notes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftgguf.layers.params import Attention, Embedding, Experts, Gating, Head, Linear, Mlp, Moe, Rope, Router
-from ftgguf.models.config import Keys, ModelError, Numbers
+from ftgguf.models.config import ModelError, Numbers
 from ftgguf.models.source import Source, Use
 
 
@@ -86,12 +86,21 @@ def experts(s: Source, n: Numbers, layer: int, width: int, activation: str = "si
 
 
 def router(
-    s: Source, n: Numbers, layer: int, *, gating: Gating, normalise: bool, bias: bool = False, scale: float | None = None
+    s: Source,
+    n: Numbers,
+    layer: int,
+    *,
+    gating: Gating,
+    normalise: bool,
+    bias: bool = False,
+    scale: float | None = None,
 ) -> Router:
     """The router of block `layer`. `bias`: the file may hold a selection bias (`exp_probs_b`)."""
     b = f"blk.{layer}."
     if n.n_expert <= 0:
-        raise ModelError(f"{s.gguf.path}: key '{n.architecture}.expert_count' is missing or 0, and the blocks have experts")
+        raise ModelError(
+            f"{s.gguf.path}: key '{n.architecture}.expert_count' is missing or 0, and the blocks have experts"
+        )
     groups = n.groups if n.groups > 1 else 1
     return Router(
         gate=s.linear(b + "ffn_gate_inp", n.n_expert, n.n_embd),
@@ -122,8 +131,7 @@ def softmax_moe(s: Source, n: Numbers, layer: int, width: int, *, normalise: boo
 def expert_width(s: Source, n: Numbers, default: int) -> int:
     width = n.expert_ff or default
     if width <= 0:
-        raise ModelError(f"{s.gguf.path}: the file gives no width for its experts ('{n.architecture}.expert_feed_forward_length')")
+        raise ModelError(
+            f"{s.gguf.path}: the file gives no width for its experts ('{n.architecture}.expert_feed_forward_length')"
+        )
     return width
-
-
-__all__ = ["Keys", "attention", "embedding", "expert_width", "experts", "gating_of", "head", "mlp", "router", "softmax_moe"]

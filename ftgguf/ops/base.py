@@ -113,7 +113,9 @@ class Ops(ABC):
             sizes = (p.heads * p.head_dim, p.kv_heads * p.head_dim, p.kv_heads * p.v_dim)
             q, k, v = self.split(self.linear(p.fused, x), sizes)
         else:
-            assert p.q and p.k and p.v, "an attention layer has q, k and v, or one fused weight"
+            assert p.q is not None
+            assert p.k is not None
+            assert p.v is not None
             q, k, v = self.linear(p.q, x), self.linear(p.k, x), self.linear(p.v, x)
         return (
             self.heads(q, p.heads, p.head_dim),

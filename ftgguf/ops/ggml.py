@@ -52,7 +52,14 @@ class GgmlOps(Ops):
     """Builds one graph for `rows` rows of which `n_outputs` are wanted; attention spans `n_kv` cells."""
 
     def __init__(
-        self, graph: Graph, inputs: Inputs, cells: Cells, n_kv: int, rows: int, n_outputs: int, mask: Callable[[int], Any]
+        self,
+        graph: Graph,
+        inputs: Inputs,
+        cells: Cells,
+        n_kv: int,
+        rows: int,
+        n_outputs: int,
+        mask: Callable[[int], Any],
     ) -> None:
         self.g = graph
         self.inputs = inputs

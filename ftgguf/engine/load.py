@@ -1,0 +1,138 @@
+"""From a resolved configuration to an engine that can take requests: file, numbers, weights, executor, vocabulary."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ftgguf import _ggml_cpu as native
+from ftgguf.engine.engine import Engine
+from ftgguf.engine.ggml_executor import GgmlExecutor
+from ftgguf.engine.ggml_weights import GgmlSource
+from ftgguf.engine.layout import Layout, choose
+from ftgguf.engine.memory import available_memory
+from ftgguf.flags.config import ServerConfig
+from ftgguf.gguf.reader import GGUFFile, open_gguf
+from ftgguf.models.config import Numbers, read_numbers
+from ftgguf.models.registry import family
+from ftgguf.vocab import Vocab
+
+Progress = Callable[[str, float], None]
+"""(stage, 0..1)."""
+
+
+def open_model(config: ServerConfig) -> GGUFFile:
+    """The GGUF of `config.model.path` with `--override-kv` applied. Raises GGUFError."""
+    return open_gguf(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
+
+
+def load_engine(config: ServerConfig, progress: Progress) -> Engine:
+    """Load the model that `config` names. Raises GGUFError, ModelError or MemoryError with one clear line."""
+    started = time.monotonic()
+    progress("reading the file's header", 0.0)
+    gguf = open_model(config)
+    numbers = read_numbers(gguf)
+    build = family(gguf.architecture, str(gguf.path))
+    progress("loading the vocabulary", 0.0)
+    vocab = Vocab.load(gguf)
+    if config.cpu.cpus:
+        os.sched_setaffinity(0, config.cpu.cpus)
+    backend = native.Backend(config.cpu.threads)
+    layout, why = choose(
+        config.placement.weights_layout,
+        repack=config.placement.repack,
+        can_repack=backend.can_repack(),
+        size=gguf.size,
+        available=available_memory(),
+    )
+    source = GgmlSource(gguf, backend, layout, numbers.top_k / numbers.n_expert if numbers.n_expert else 1.0)
+    model = build(source, numbers, config.context)
+    _place(config, gguf, layout)
+    if layout is not Layout.PLAIN:
+        source.pack(config.cpu.threads_batch, lambda f: progress("repacking weights", f))
+    executor = GgmlExecutor(
+        source,
+        model,
+        n_cells=config.context.cells(numbers.n_ctx_train),
+        max_rows=min(config.context.n_ubatch, config.context.n_batch),
+        threads=config.cpu.threads,
+        threads_batch=config.cpu.threads_batch,
+        type_k=config.context.type_k,
+        type_v=config.context.type_v,
+    )
+    engine = Engine(executor, vocab, config, n_ctx_train=numbers.n_ctx_train)
+    if config.context.warmup:
+        progress("warming up", 0.0)
+        executor.warm_up()
+    engine.info = _info(config, gguf, numbers, executor, layout, why, model.notes, time.monotonic() - started)
+    progress("ready", 1.0)
+    return engine
+
+
+def _place(config: ServerConfig, gguf: GGUFFile, layout: Layout) -> None:
+    """`--load-mode` for the mapped file: have the system read ahead, or keep the pages in memory."""
+    for shard in gguf.shards:
+        if layout is not Layout.REPACKED and hasattr(mmap, "MADV_WILLNEED"):
+            shard.map.madvise(mmap.MADV_WILLNEED)
+        if "mlock" in config.placement.load_mode:
+            _lock(shard.map, shard.path)
+
+
+def _lock(mapped: mmap.mmap, path: Path) -> None:
+    import numpy as np
+
+    view = np.frombuffer(mapped, np.uint8)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mlock(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.nbytes)) != 0:
+        raise MemoryError(
+            f"{path}: cannot lock {view.nbytes / 2**30:.1f} GiB in memory ({os.strerror(ctypes.get_errno())}): "
+            "raise the limit (ulimit -l) or leave mlock out of --load-mode"
+        )
+
+
+def _info(
+    config: ServerConfig,
+    gguf: GGUFFile,
+    numbers: Numbers,
+    executor: GgmlExecutor,
+    layout: Layout,
+    why: str,
+    notes: tuple[str, ...],
+    seconds: float,
+) -> dict[str, Any]:
+    """What start-up prints and /props, /v1/models show; sizes in bytes."""
+    features = [name for name, there in native.cpu_features().items() if there]
+    return {
+        "path": str(gguf.path),
+        "name": gguf.name,
+        "architecture": gguf.architecture,
+        "file_type": gguf.file_type,
+        "n_params": gguf.n_params,
+        "size": gguf.size,
+        "n_vocab": numbers.n_vocab,
+        "n_embd": numbers.n_embd,
+        "n_layer": numbers.n_layer,
+        "n_ctx_train": numbers.n_ctx_train,
+        "n_expert": numbers.n_expert,
+        "n_expert_used": numbers.top_k,
+        "threads": config.cpu.threads,
+        "threads_batch": config.cpu.threads_batch,
+        "cells": executor.n_cells,
+        "kv_bytes": executor.n_cells * executor.cells.cell_bytes,
+        "kv_types": [config.context.type_k, config.context.type_v],
+        "layout": layout.value,
+        "layout_reason": why,
+        "packed_bytes": executor.source.packed_bytes if layout is not Layout.PLAIN else 0,
+        "resident": psutil.Process().memory_info().rss,
+        "cpu_features": features,
+        "ggml": native.ggml_version(),
+        "notes": list(notes),
+        "load_seconds": seconds,
+    }

@@ -1,0 +1,26 @@
+"""How much memory this process may still take: the system's figure, or the container's limit where that is lower."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+
+def available_memory() -> int:
+    """Bytes: MemAvailable, bounded by what the control group (v2 or v1) leaves."""
+    free = int(psutil.virtual_memory().available)
+    v1 = Path("/sys/fs/cgroup/memory")
+    limit = _number(Path("/sys/fs/cgroup/memory.max")) or _number(v1 / "memory.limit_in_bytes")
+    used = _number(Path("/sys/fs/cgroup/memory.current")) or _number(v1 / "memory.usage_in_bytes")
+    # v1 says "no limit" with a number near 2^63
+    if limit is None or used is None or limit >= 1 << 60:
+        return free
+    return min(free, max(limit - used, 0))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
