@@ -64,8 +64,13 @@ def _beyond(path: Path, size: int, header: Header, ordered: list[RawTensor], pac
 def _check_joined(path: Path, buffer: mmap | bytes, header: Header, last: int) -> None:
     """Shards joined with cat: the first one's data is followed by the next one's header."""
     padded = -(-last // header.alignment) * header.alignment
-    at = max(buffer.find(b"GGUF", start, min(len(buffer), start + _JOIN_WINDOW)) for start in (last, padded))
-    if at >= 0 and buffer[at + 4 : at + 8] in (b"\2\0\0\0", b"\3\0\0\0"):
+    found = [
+        buffer.find(magic, start, min(len(buffer), start + _JOIN_WINDOW))
+        for start in (last, padded)
+        for magic in (b"GGUF\2\0\0\0", b"GGUF\3\0\0\0")
+    ]
+    at = min((place for place in found if place >= 0), default=None)
+    if at is not None:
         raise GGUFError(
             path,
             at,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .header import Record
 from .values import FORMATS, StringArray, ValueType, decode_array, decode_numbers
 
 Override = int | float | bool | str
+_F32_MAX = float(np.finfo(np.float32).max)
 _STRUCTURAL = ("general.alignment", "split.")
 """Keys that say how the file is laid out; an override could only break the reading of it."""
 
@@ -56,6 +58,12 @@ class Metadata(Mapping[str, Any]):
     def _check_override(self, key: str, value: Override) -> None:
         if not key or key.startswith(_STRUCTURAL):
             raise GGUFError(self.path, self.offset(key), f"metadata key {shown(key)} cannot be overridden")
+        if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+            raise GGUFError(self.path, self.offset(key), f"override of {shown(key)}: {value} does not fit in 64 bits")
+        if isinstance(value, float) and isfinite(value) and abs(value) > _F32_MAX:
+            raise GGUFError(
+                self.path, self.offset(key), f"override of {shown(key)}: {value} does not fit in a 32-bit float"
+            )
         if key not in self._records:
             return
         found = self.decoded(key)
