@@ -153,7 +153,7 @@ class Vocab:
             cuts = self._control_pattern.finditer(text) if special and self._control_pattern else ()
             position = 0
             for match in cuts:
-                token = self._control_ids[match.group()]
+                token = self.control_texts[match.group()]
                 raw, strip = raw + _left(text[position : match.start()], strip), False
                 attributes = self._attributes[token]
                 if attributes & _ATTR_LSTRIP:
@@ -223,8 +223,8 @@ class Vocab:
         return values
 
     @cached_property
-    def _control_ids(self) -> dict[bytes, int]:
-        """Text -> id of the tokens that only `parse_special` finds in a text."""
+    def control_texts(self) -> dict[bytes, int]:
+        """Text -> id of the control and unknown tokens: those that only `parse_special` finds in a text."""
         hidden = _ATTR_CONTROL | _ATTR_UNKNOWN
         return {
             text: i
@@ -234,7 +234,7 @@ class Vocab:
 
     @cached_property
     def _control_pattern(self) -> re.Pattern[bytes] | None:
-        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        longest_first = sorted(self.control_texts, key=len, reverse=True)
         return re.compile(b"|".join(map(re.escape, longest_first))) if longest_first else None
 
 

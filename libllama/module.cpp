@@ -202,6 +202,7 @@ void bind_sampler(nb::module_ &m) {
 }  // namespace
 
 NB_MODULE(_libllama, m) {
+    nb::set_leak_warnings(false);  // objects that other extensions hold at exit (a grammar tokenizer) are no fault
     nb::exception<ftgguf::NoCandidate>(m, "NoCandidate", PyExc_RuntimeError);
     bind_vocab(m);
     bind_sampler(m);
