@@ -353,7 +353,7 @@ class ServerConfig:
     placement: PlacementConfig = PlacementConfig()
     context: ContextConfig = ContextConfig()
     cpu: CpuConfig = CpuConfig()
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     chat: ChatConfig = field(default_factory=ChatConfig)
     http: HttpConfig = field(default_factory=HttpConfig)
     log: LogConfig = LogConfig()

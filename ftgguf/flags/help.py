@@ -12,6 +12,7 @@ import msgspec
 
 from ftgguf import __version__
 from ftgguf.flags.config import ServerConfig
+from ftgguf.flags.pending import PENDING
 from ftgguf.flags.row import Flag
 from ftgguf.flags.table import FLAGS, GROUPS
 
@@ -51,7 +52,7 @@ def default_text(flag: Flag) -> str:
 
 def one_line(flag: Flag) -> str:
     """Help of the flag with its tier (C, D) and default."""
-    words = _TIER_WORDS.get(flag.tier, "")
+    words = "not built yet" if flag.name in PENDING else _TIER_WORDS.get(flag.tier, "")
     default = "" if flag.tier in ("C", "D") else default_text(flag)
     remarks = [part for part in (words, f"default: {default}" if default else "") if part]
     return f"{flag.help} ({'; '.join(remarks)})" if remarks else flag.help

@@ -8,8 +8,9 @@ command line. Within the command line the later argument wins; flags that collec
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ from ftgguf.flags.errors import (
     ListDevicesRequested,
     VersionRequested,
 )
-from ftgguf.flags.help import bash_completion, fish_completion, flag_help, help_text, version_text, zsh_completion
+from ftgguf.flags.help import (
+    bash_completion,
+    field_default,
+    fish_completion,
+    flag_help,
+    help_text,
+    version_text,
+    zsh_completion,
+)
+from ftgguf.flags.pending import PENDING
 from ftgguf.flags.row import Assignment, Flag
 from ftgguf.flags.table import FLAGS, by_spelling
 from ftgguf.flags.values import TRUE_WORDS, truth
@@ -63,7 +73,10 @@ class Parsed:
             self.warn(f"{label} has no effect: {note}")
         elif tier == "B" and note:
             self.explain(f"{label}: {note}")
-        self.assignments += flag.assignments(value)
+        added = flag.assignments(value)
+        if flag.name in PENDING and tier in "AB" and any(item.value != field_default(item.path) for item in added):
+            self.warn(f"{label}: {PENDING[flag.name]}")
+        self.assignments += added
 
     def read(self, flag: Flag, text: str, label: str) -> None:
         """Read and take the value of a flag that has one. ValueError with the words to print."""
@@ -162,9 +175,9 @@ class _CommandLine:
         if self.later is not None:
             raise self.later
 
-    def _value(self, flag: Flag, spelling: str, rest: Any) -> None:
-        texts = [next(rest, None) for _ in range(2 if flag.hint2 else 1)]
-        if texts[-1] is None:
+    def _value(self, flag: Flag, spelling: str, rest: Iterator[str]) -> None:
+        texts = list(itertools.islice(rest, 2 if flag.hint2 else 1))
+        if len(texts) < (2 if flag.hint2 else 1):
             raise ValueError("expected value for argument")
         self.parsed.read(flag, texts[0], spelling)
 
@@ -186,7 +199,8 @@ class _CommandLine:
         if flag.name in self.seen and flag.name != "--spec-type":
             outcome = "the values are joined" if collects else "only last value will be used"
             self.parsed.warn(
-                f"DEPRECATED: argument '{spelling}' specified multiple times, use comma-separated values instead ({outcome})"
+                f"DEPRECATED: argument '{spelling}' specified multiple times, "
+                f"use comma-separated values instead ({outcome})"
             )
         self.seen.add(flag.name)
         for name in flag.env_names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ftgguf.engine.messages import Grammar
-from ftgguf.flags.config import LoraAdapter, GPU_LAYERS_ALL, GPU_LAYERS_AUTO, KvOverride, TensorOverride
+from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, KvOverride, LoraAdapter, TensorOverride
 from ftgguf.flags.row import Warn
 from ftgguf.flags.values import csv_row, file_text, load_json, stof, stoi
 

@@ -57,7 +57,7 @@ def _spec_default() -> tuple[Assignment, ...]:
 
 FLAGS: tuple[Flag, ...] = (
     value("-m", "--model", hint="FNAME", parse=v.text, to="model.path", env=_ENV + "MODEL",
-          completes="*.gguf", help="GGUF file to serve; of a split file, any part"),
+          completes="*.gguf", help="GGUF file to serve; of a split file, the first part"),
     value("-mu", "--model-url", hint="MODEL_URL", parse=v.text, to="model.url", env=_ENV + "MODEL_URL",
           help="download the model from this URL"),
     value("-dr", "--docker-repo", hint="[<repo>/]<model>[:quant]", parse=v.text, to="model.docker_repo",

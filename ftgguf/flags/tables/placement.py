@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ftgguf.flags import special
 from ftgguf.flags import values as v
-from ftgguf.flags.row import Assignment, Flag, switch, value, void
 from ftgguf.flags.config import TensorOverride
+from ftgguf.flags.row import Assignment, Flag, switch, value, void
 
 _ENV = "LLAMA_ARG_"
 _LOAD_MODES = ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio")
@@ -32,7 +32,7 @@ FLAGS: tuple[Flag, ...] = (
           help="dense FFN weights of the first N layers stay on the CPU"),
     value("-ot", "--override-tensor", hint="<tensor name pattern>=<buffer type>,...", parse=special.tensor_overrides,
           to="placement.overrides", mode="append", env=_ENV + "OVERRIDE_TENSOR", shown="none",
-          help="where tensors go, by regular expression; the first match decides; buffers CPU, CUDA_Host, CUDA0 ..."),
+          help="where tensors go, by regular expression; the first match decides; buffers CPU, CUDA_Host, CUDA<n>"),
     value("-fit", "--fit", hint="[on|off]", parse=v.on_off("--fit"), to="placement.fit", env=_ENV + "FIT", shown="on",
           help="fit what was left open (layers, context, expert cache) to the device's free memory"),
     value("-fitt", "--fit-target", hint="MiB0,MiB1,MiB2,...", parse=special.margins, to="placement.fit_target",

@@ -14,14 +14,16 @@ _VECTOR = "control vectors are not supported; merge the change into the GGUF fil
 _LORA = "adapters are not supported; merge the adapter into the GGUF file (llama-export-lora)"
 
 _ADAPTERS: tuple[Flag, ...] = (
-    value("--lora", hint="FNAME", parse=special.lora, to="model.lora", mode="append", tier="D", note=_LORA, help="LoRA adapter"),
+    value("--lora", hint="FNAME", parse=special.lora, to="model.lora", mode="append", tier="D", note=_LORA,
+          help="LoRA adapter"),
     value("--lora-scaled", hint="FNAME:SCALE,...", parse=special.lora_scaled, to="model.lora", mode="append",
           tier="D", note=_LORA, help="LoRA adapter with a scale"),
     value("--control-vector", hint="FNAME", parse=v.text, tier="D", note=_VECTOR,
           help="control vector"),
     value("--control-vector-scaled", hint="FNAME:SCALE,...", parse=v.text, tier="D", note=_VECTOR,
           help="control vector with a scale"),
-    value("--control-vector-layer-range", hint="START", hint2="END", parse=v.stoi, tier="D", note=_VECTOR, help="layers of the control vector"),
+    value("--control-vector-layer-range", hint="START", hint2="END", parse=v.stoi, tier="D", note=_VECTOR,
+          help="layers of the control vector"),
 )  # fmt: skip
 
 _SERVER: tuple[Flag, ...] = grouped(
