@@ -1,15 +1,104 @@
-"""The command line: `ftgguf serve | run | ...` and `ftgguf-server` (llama-server's command line as it is)."""
+"""The command line: `ftgguf serve | run | pull | bench`, and `ftgguf-server`, llama-server's command line as it is."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
+from collections.abc import Callable
+
+from ftgguf import __version__
+
+USAGE = """usage: ftgguf COMMAND ...
+
+  serve   the HTTP server; takes llama-server's flags           ftgguf serve -m model.gguf -c 16384
+  run     one answer, or a chat in the terminal                 ftgguf run demo "What is the capital of France?"
+  pull    get a model without running it                        ftgguf pull demo
+  bench   speed of a model here, also against llama.cpp         ftgguf bench -m model.gguf --against llama.cpp
+
+`ftgguf COMMAND --help` lists what a command takes. Models: a .gguf file, `demo` or `stories`.
+"""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `ftgguf`."""
-    raise SystemExit("ftgguf: no command is built yet")
+    """Entry point of `ftgguf`; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0 if argv else 1
+    if argv[0] in ("--version", "version"):
+        print(f"ftgguf {__version__}")
+        return 0
+    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "run": run, "pull": pull, "bench": bench}
+    command = commands.get(argv[0])
+    if command is None:
+        hint = "; llama-server's flags follow `ftgguf serve`" if argv[0].startswith("-") else ""
+        print(f"ftgguf: unknown command '{argv[0]}'{hint}\n{USAGE}", end="", file=sys.stderr)
+        return 1
+    try:
+        return command(argv[1:])
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # the reader of our output went away (`ftgguf ... | head`); nothing more can be said to it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def server_main() -> int:
     """Entry point of `ftgguf-server`."""
     return main(["serve", *sys.argv[1:]])
+
+
+def _fail(line: object) -> int:
+    print(line, file=sys.stderr)
+    return 1
+
+
+def serve(argv: list[str]) -> int:
+    """`ftgguf serve`: everything that llama-server's command line can say."""
+    from ftgguf.flags import ActionRequested, FlagError, parse_server
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
+
+    try:
+        config = parse_server(argv, os.environ)
+        if not config.model.path:
+            return _fail(
+                "error: no model given: -m FILE, -m demo (a small chat model made on first use) or -m stories (built in)"
+            )
+        path = resolve_with_bar(config.model.path)
+    except ActionRequested as action:
+        print(action.text)
+        return 0
+    except (FlagError, NameResolutionError, DemoError) as error:
+        return _fail(error)
+    from ftgguf.server.process import serve as serve_http
+
+    return serve_http(dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path))))
+
+
+def run(argv: list[str]) -> int:
+    """`ftgguf run MODEL [PROMPT]`."""
+    from ftgguf.terminal.main import main as run_main
+
+    return run_main(argv)
+
+
+def pull(argv: list[str]) -> int:
+    """`ftgguf pull NAME`: make or fetch a model and print its path."""
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
+
+    if len(argv) != 1 or argv[0].startswith("-"):
+        return _fail("usage: ftgguf pull NAME    (demo, stories)")
+    try:
+        print(resolve_with_bar(argv[0]))
+    except (NameResolutionError, DemoError) as error:
+        return _fail(f"ftgguf pull: {error}")
+    return 0
+
+
+def bench(argv: list[str]) -> int:
+    """`ftgguf bench`."""
+    from ftgguf.bench.main import main as bench_main
+
+    return bench_main(argv)
