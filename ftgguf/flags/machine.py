@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -42,6 +40,8 @@ def read_machine(root: Path = Path("/")) -> Machine:
     try:
         allowed = tuple(sorted(os.sched_getaffinity(0)))
     except AttributeError:  # not Linux
+        import psutil  # 40 ms that Linux need not pay
+
         allowed = tuple(range(psutil.cpu_count(logical=True) or 1))
         physical = psutil.cpu_count(logical=False) or len(allowed)
         return Machine(allowed, {cpu: (0, cpu % physical) for cpu in allowed})

@@ -81,6 +81,8 @@ class Parsed:
     def read(self, flag: Flag, text: str, label: str) -> None:
         """Read and take the value of a flag that has one. ValueError with the words to print."""
         assert flag.parse is not None
+        if any("\ud800" <= char <= "\udfff" for char in text):  # undecodable bytes of argv and environ
+            raise ValueError(f"{text!r} is not UTF-8 text; rename the file, or set a UTF-8 locale")
         self.apply(flag, flag.parse(text, lambda line: self.warn(f"{label}: {line}")), label)
 
 

@@ -1,14 +1,22 @@
 """Flags whose effect is not built yet: accepted, and said so once. Take a row out when its effect works.
 
 The tier in the table is what the flag will be; this list keeps the promise honest until then.
+`python -m ftgguf.flags.audit` finds flags that belong here.
 """
 
 from __future__ import annotations
 
 _SPECULATION = "speculation is not built yet; the text is the same, without the speed-up"
+_SPEC_FLAGS = (
+    "--spec-type",
+    "--spec-default",
+    *(f"--spec-ngram-mod-n-{part}" for part in ("min", "max", "match")),
+    *(
+        f"--spec-ngram-{kind}-{part}"
+        for kind in ("simple", "map-k", "map-k4v")
+        for part in ("size-n", "size-m", "min-hits")
+    ),
+)
 
-PENDING: dict[str, str] = {
-    "--spec-type": _SPECULATION,
-    "--spec-default": _SPECULATION,
-}
+PENDING: dict[str, str] = dict.fromkeys(_SPEC_FLAGS, _SPECULATION)
 """Canonical spelling (`Flag.name`) -> what happens until it is built."""

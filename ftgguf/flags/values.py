@@ -168,8 +168,8 @@ def csv(value: str, warn: Warn) -> tuple[str, ...]:
 
 
 def hosts(value: str, warn: Warn) -> tuple[str, ...]:
-    """Addresses to listen on."""
-    found = tuple(item for part in csv_row(value) if (item := part.strip()))
+    """Addresses to listen on; the brackets of `[::1]` are dropped."""
+    found = tuple(item.removeprefix("[").removesuffix("]") for part in csv_row(value) if (item := part.strip()))
     if not found:
         raise ValueError("--host requires at least one address")
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ftgguf.flags import ActionRequested, FlagError, doc, parse_server
+from ftgguf.flags import ActionRequested, FlagError, audit, doc, parse_server
 from ftgguf.flags.help import field_default, flag_help, help_text
 from ftgguf.flags.parse import parse
 from ftgguf.flags.pending import PENDING
@@ -216,3 +216,14 @@ def test_help_has_every_flag_under_llama_servers_headings() -> None:
 def test_docs_are_up_to_date() -> None:
     """docs/flags.md is what the table gives now: `python -m ftgguf.flags.doc` writes it."""
     assert (ROOT / "docs/flags.md").read_text(encoding="utf-8") == doc.markdown()
+
+
+def test_audit_finds_a_flag_that_nothing_reads() -> None:
+    """One text that reads the port and, by its method, the context; nothing else."""
+    texts = ["def bind(http: HttpConfig) -> int:\n    return http.port\n", "config.context.cells(512)"]
+    fields = audit.unread(texts)
+    assert not {"http.port", "context.size", "context.kv_unified"} & set(fields)
+    assert {"http.hosts", "context.n_batch", "placement.moe_mode"} <= set(fields)
+    idle = {flag.name for _, flag in audit.idle_flags(texts)}
+    assert "--host" in idle
+    assert not {"--port", "--spec-type", "--threads-http", "--mmproj"} & idle  # read, pending, tier C, tier D

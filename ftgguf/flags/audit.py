@@ -1,0 +1,72 @@
+"""Flags of tier A or B whose field nothing reads: `python -m ftgguf.flags.audit` (exit 1 if there are any).
+
+Such a flag has no effect, whatever its tier says: it belongs in `ftgguf.flags.pending` until something reads its
+field. The search is by name: a file outside `ftgguf.flags` that uses the group (`.http`, `HttpConfig`) and the field
+(`.port`) counts as a reader, so a field that is missing here is surely unread, and one that is not probably is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from pathlib import Path
+
+from ftgguf.flags.config import ServerConfig
+from ftgguf.flags.pending import PENDING
+from ftgguf.flags.row import Flag
+from ftgguf.flags.table import FLAGS
+
+PACKAGE = Path(__file__).parents[1]
+INDIRECT = {
+    "context.size": ("cells",),
+    "context.per_slot": ("slot_limit",),
+    "context.kv_unified": ("cells", "slot_limit"),
+    "placement.overrides": ("buffer_of",),
+}
+"""Fields that are read through a method of their group."""
+
+
+def sources(package: Path = PACKAGE) -> list[str]:
+    """The package's source texts, without this subpackage's."""
+    paths = [path for path in package.rglob("*.py") if "flags" not in path.relative_to(package).parts]
+    return [path.read_text(encoding="utf-8") for path in paths]
+
+
+def unread(texts: list[str]) -> list[str]:
+    """Dotted fields without a reader in `texts`. SamplingParams travels whole, so its fields count as read."""
+    missing = []
+    for group in dataclasses.fields(ServerConfig):
+        value = getattr(ServerConfig(), group.name)
+        if not dataclasses.is_dataclass(value):
+            continue
+        user = re.compile(rf"\.{group.name}\b|\b{type(value).__name__}\b")
+        users = [text for text in texts if user.search(text)]
+        for name in (field.name for field in dataclasses.fields(value)):
+            reads = re.compile(rf"\.({'|'.join((name, *INDIRECT.get(f'{group.name}.{name}', ())))})\b")
+            if not any(reads.search(text) for text in users):
+                missing.append(f"{group.name}.{name}")
+    return missing
+
+
+def idle_flags(texts: list[str]) -> list[tuple[str, Flag]]:
+    """(field, row) of every A or B row that only sets unread fields and is not pending."""
+    fields = unread(texts)
+    found = []
+    for flag in FLAGS:
+        field = ".".join(flag.to.split(".")[:2])
+        if flag.tier in "AB" and field in fields and flag.name not in PENDING:
+            found.append((field, flag))
+    return found
+
+
+def main() -> None:
+    """Print them."""
+    idle = idle_flags(sources())
+    for field, flag in idle:
+        print(f"{field:<34} {flag.name}")
+    sys.exit(bool(idle))
+
+
+if __name__ == "__main__":
+    main()
