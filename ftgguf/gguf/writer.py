@@ -50,6 +50,7 @@ _PRE_ADDING_BOS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     *("tekken", "chameleon"),
 )
+_PRE_ALWAYS_BOS = ("gemma4", "granite-embed-multi-311m")
 
 
 def vocab_only_bytes(model: GGUFFile) -> bytes:
@@ -60,6 +61,8 @@ def vocab_only_bytes(model: GGUFFile) -> bytes:
         known = ", ".join(MODELS)
         raise model.fail(_MODEL, f"tokenizer model {shown(kind)} is not supported; supported: {known}")
     pre = model.get(_PRE, "", str)
+    if pre == "whitespace":  # of DNA models; libllama asserts that such a text has no spaces
+        raise model.fail(_PRE, "pre-tokenizer 'whitespace' is not supported")
     texts = _check_tokens(model, kind)
     if kind in ("gpt2", "gemma4"):
         _check_merges(model, required=pre != "kimi-k2")
@@ -169,17 +172,22 @@ def _check_added_ids(model: GGUFFile, kind: str, pre: str, n_tokens: int) -> Non
         value: Any = model.get(f"tokenizer.ggml.{name}_token_id")
         return (value is not None and 0 <= value < n_tokens) or (default is not None and default < n_tokens)
 
+    def need(name: str, default: int | None) -> None:
+        if not known(name, default):
+            key = f"tokenizer.ggml.{name}_token_id"
+            raise model.fail(key, f"the tokenizer adds the token of {key}, but the vocabulary has none")
+
     bos, eos = _DEFAULT_IDS[kind]
     if kind == "gpt2" and pre in _PRE_WITHOUT_BOS:
         bos = None
-    adds_bos = kind in ("llama", "bert") or (kind == "gpt2" and pre in _PRE_ADDING_BOS)
-    adds_bos = kind == "gemma4" or bool(model.get("tokenizer.ggml.add_bos_token", adds_bos))
-    if adds_bos and not known("bos", bos):
-        raise model.fail("tokenizer.ggml.bos_token_id", "the tokenizer adds a BOS token but the vocabulary has none")
-    if model.get("tokenizer.ggml.add_eos_token", False) and not known("eos", eos):
-        raise model.fail("tokenizer.ggml.eos_token_id", "the tokenizer adds an EOS token but the vocabulary has none")
-    if kind == "bert" and not known("seperator", 102):
-        raise model.fail("tokenizer.ggml.seperator_token_id", "the tokenizer adds a SEP token but there is none")
+    adds_bos = bool(model.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _PRE_ADDING_BOS))
+    if adds_bos or kind in ("gemma4", "bert") or (kind == "gpt2" and pre in _PRE_ALWAYS_BOS):
+        need("bos", bos)
+    if model.get("tokenizer.ggml.add_eos_token", False):
+        need("eos", eos)
+    if kind == "bert":
+        need("seperator", 102)
+        need("unknown", 100)
 
 
 def _name_matters(model: GGUFFile, texts: set[bytes]) -> bool:
