@@ -140,6 +140,9 @@ def _random_quants(name: str, n: int, rng: np.random.Generator) -> U8:
     if name == "Q8_0":
         quants = blocks[:, 2:]
         quants[quants == 0x80] = 0x81  # -128 is never written
+    if name == "Q2_0":  # -1, 0, 1, 2 in proportions that make the mean zero
+        pairs = rng.choice(np.arange(4, dtype=np.uint8), (n, 16, 4), p=(0.4, 0.3, 0.2, 0.1))
+        blocks[:, 2:] = (pairs << np.array([0, 2, 4, 6], np.uint8)).sum(axis=2, dtype=np.uint8)
     if name == "TQ2_0":  # three values only: pairs of bits 0, 1, 2
         pairs = rng.integers(0, 3, (n, 64, 4), np.uint8)
         blocks[:, :64] = (pairs << np.array([0, 2, 4, 6], np.uint8)).sum(axis=2, dtype=np.uint8)
@@ -178,7 +181,7 @@ def _unit_rms(name: str) -> float:
     if name == "Q1_0":
         return 1.0  # +-d
     if name == "Q2_0":
-        return float(np.sqrt(np.mean(np.square([-1.0, 0.0, 1.0, 2.0]))))
+        return 1.0  # 0.4 (-1)^2 + 0.2 (1)^2 + 0.1 (2)^2
     blocks = _random_quants(name, 512, np.random.default_rng(0))
     _set_scale(name, blocks, np.ones(512))
     return float(np.sqrt(np.mean(np.square(dequantize(name, blocks.reshape(-1), (512, layout(name).block))))))

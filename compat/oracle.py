@@ -70,7 +70,8 @@ class Oracle:
     Args:
         path: the file (first shard of a split).
         n_ctx: cells of the KV cache.
-        n_threads, n_threads_batch: for decode and for prefill; default: physical cores as `os.cpu_count()` sees them.
+        n_threads, n_threads_batch: for decode and for prefill (default: the same). One is quickest for tiny files, as
+            libllama's threads spin at every operator; give the cores' number for timings.
         repack: let libllama repack weights for the CPU (`use_extra_bufts`), as llama.cpp does by default. False keeps
             the mapped file, whose kernels are the ones a plain-layout engine uses.
         n_batch, n_ubatch: llama.cpp's logical and physical batch.
@@ -86,7 +87,7 @@ class Oracle:
         self,
         path: str | os.PathLike[str],
         n_ctx: int = 512,
-        n_threads: int | None = None,
+        n_threads: int = 1,
         *,
         n_threads_batch: int | None = None,
         repack: bool = False,
@@ -109,10 +110,9 @@ class Oracle:
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
         if not self.model:
             raise OracleError(f"libllama cannot load {path}: {'; '.join(_errors) or 'no reason given'}")
-        threads = n_threads or os.cpu_count() or 1
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, min(n_batch, n_ctx), min(n_ubatch, n_ctx)
-        params.n_threads, params.n_threads_batch = threads, n_threads_batch or threads
+        params.n_threads, params.n_threads_batch = n_threads, n_threads_batch or n_threads
         params.type_k, params.type_v = _ggml_type(type_k), _ggml_type(type_v)
         if flash_attn is not None:
             params.flash_attn_type = int(flash_attn)

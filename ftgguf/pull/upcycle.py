@@ -34,6 +34,8 @@ _UNIT = 8
 _WIDTH = 32
 """The hidden width is a multiple of this, so that every 32-block type can hold it."""
 _FFN = ("ffn_gate", "ffn_up", "ffn_down")
+_FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "BF16": 32, "MXFP4": 38}
+"""`general.file_type` (llama.cpp's llama_ftype) of a file whose experts have the type."""
 
 
 class UpcycleError(ValueError):
@@ -66,6 +68,7 @@ def upcycle(
     router_scale: float = 2.0,
     seed: int = 1,
     name: str | None = None,
+    chat_template: str | None = None,
     progress: Progress | None = None,
 ) -> Path:
     """Write `target`, a MoE GGUF that computes what the dense `llama` GGUF `source` does.
@@ -80,6 +83,7 @@ def upcycle(
         router_scale: standard deviation of the router's logits for inputs of unit RMS.
         seed: of the permutations and the router.
         name: `general.name`; default: the source's with the kind of upcycling behind it.
+        chat_template: Jinja template for a source that has none of its own, or to replace it.
         progress: called with the written fraction.
 
     Returns:
@@ -100,7 +104,7 @@ def upcycle(
     partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         writer = GGUFWriter(partial, arch)
-        _write_metadata(writer, reader, plan, used, name)
+        _write_metadata(writer, reader, plan, used, {"name": name, "chat_template": chat_template})
         _write_tensors(writer, tensors, progress)
         os.replace(partial, target)
     finally:
@@ -250,15 +254,25 @@ class _Plan:
         return raw[: self.n_shared // self.unit], raw[self.n_shared // self.unit :]
 
 
-def _write_metadata(writer: GGUFWriter, reader: GGUFReader, plan: _Plan, used: int, name: str | None) -> None:
+def _write_metadata(
+    writer: GGUFWriter, reader: GGUFReader, plan: _Plan, used: int, replacing: dict[str, str | None]
+) -> None:
     """The source's metadata under the new architecture's prefix, and what makes it a MoE."""
-    replaced = ("general.architecture", "general.name", "llama.feed_forward_length")
+    dropped = {"general.architecture", "general.name", "llama.feed_forward_length"}
+    if replacing["chat_template"] is not None:
+        dropped.add("tokenizer.chat_template")
+        writer.add_chat_template(replacing["chat_template"])
+    file_type = _FILE_TYPES.get(plan.expert_type.name) if plan.expert_type is not None else None
+    if file_type is not None:
+        dropped.add("general.file_type")
+        writer.add_file_type(file_type)
     for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key in replaced:
+        if key.startswith("GGUF.") or key in dropped:
             continue
         element = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         renamed = plan.arch + key[len("llama") :] if key.startswith("llama.") else key
         writer.add_key_value(renamed, field.contents(), field.types[0], sub_type=element)
+    name = replacing["name"]
     source_name = plan.field("general.name", "model")
     writer.add_name(name or f"{source_name} upcycled {plan.experts}x top-{used} ({plan.arch})")
     writer.add_expert_count(plan.experts)

@@ -1,0 +1,147 @@
+"""Which requests must be answered as llama-server does? Each is small and deterministic: greedy or seeded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compat.differential import Request, Rule
+
+_PROMPT = "Once upon a time"
+_GREEDY: dict[str, Any] = {"temperature": 0, "seed": 7, "n_predict": 16}
+_CHAT: dict[str, Any] = {
+    "messages": [{"role": "system", "content": "Tell stories."}, {"role": "user", "content": _PROMPT}],
+    "temperature": 0,
+    "seed": 7,
+    "max_tokens": 16,
+}
+_UNCACHED = {"cache_prompt": False}
+"""Where counts of reused tokens are compared, so that the order of requests does not matter."""
+
+
+def _post(name: str, path: str, body: Any = None, *, raw: bytes | None = None, **rules: Rule) -> Request:
+    return Request(name, "POST", path, body, raw, rules={k.replace("__", "."): v for k, v in rules.items()})
+
+
+def _completion(name: str, **extra: Any) -> Request:
+    return _post(f"completion {name}", "/completion", {"prompt": _PROMPT, **_GREEDY, **_UNCACHED, **extra})
+
+
+def _openai(name: str, **extra: Any) -> Request:
+    body = {"prompt": _PROMPT, "temperature": 0, "seed": 7, "max_tokens": 16, **_UNCACHED, **extra}
+    return _post(f"v1/completions {name}", "/v1/completions", body)
+
+
+def _chat(name: str, **extra: Any) -> Request:
+    return _post(f"v1/chat {name}", "/v1/chat/completions", {**_CHAT, **_UNCACHED, **extra})
+
+
+READ_ONLY = (
+    Request("health", "GET", "/health"),
+    Request("v1/health", "GET", "/v1/health"),
+    Request("props", "GET", "/props"),
+    Request("v1/models", "GET", "/v1/models"),
+    Request("models", "GET", "/models"),
+    Request("unknown route", "GET", "/nothing/here"),
+    Request("props post disabled", "POST", "/props", {}),
+    Request("metrics disabled", "GET", "/metrics"),
+    Request("options", "OPTIONS", "/v1/chat/completions", headers={"Origin": "http://example.com"}),
+)
+
+TOKENS = (
+    _post("tokenize", "/tokenize", {"content": "Once upon a time, there was a cat."}),
+    _post("tokenize special", "/tokenize", {"content": "Once </s> upon", "add_special": True}),
+    _post("tokenize no special parsing", "/tokenize", {"content": "a </s> b", "parse_special": False}),
+    _post("tokenize pieces", "/tokenize", {"content": "Hello caf\u00e9 \U0001f600", "with_pieces": True}),
+    _post("tokenize empty", "/tokenize", {"content": ""}),
+    _post("tokenize mixed", "/tokenize", {"content": ["Once", 300, "upon"]}),
+    _post("tokenize nothing", "/tokenize", {}),
+    _post("detokenize", "/detokenize", {"tokens": [300, 301, 302, 303]}),
+    _post("detokenize empty", "/detokenize", {"tokens": []}),
+    _post("detokenize nothing", "/detokenize", {}),
+    _post("apply-template", "/apply-template", {"messages": _CHAT["messages"]}),
+    _post("apply-template no generation prompt", "/apply-template", {**_CHAT, "add_generation_prompt": False}),
+    _post(
+        "apply-template parts",
+        "/apply-template",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+    ),
+    _post("apply-template nothing", "/apply-template", {}),
+)
+
+COMPLETION = (
+    _completion("greedy"),
+    _completion("stream", stream=True),
+    _completion("nothing to generate", n_predict=0),
+    _completion("token prompt", prompt=[1, 403, 407, 261, 378]),
+    _completion("mixed prompt", prompt=[1, "Once upon", 261, " time"]),
+    _completion("several prompts", prompt=[_PROMPT, "The cat"]),
+    _completion("empty prompt", prompt=""),
+    _completion("stop", stop=["girl"]),
+    _completion("stop stream", stop=["girl"], stream=True),
+    _completion("stop inside a token", stop=["ir"]),
+    _completion("probabilities", n_probs=3, n_predict=4),
+    _completion("probabilities stream", n_probs=3, n_predict=4, stream=True),
+    _completion("probabilities after sampling", n_probs=3, n_predict=4, post_sampling_probs=True),
+    _completion("seeded", temperature=0.8, seed=42),
+    _completion("samplers", temperature=0.9, seed=3, samplers=["top_k", "temperature"], top_k=5),
+    _completion("penalties", repeat_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
+    _completion("logit bias", logit_bias=[[403, -5.0], [300, False]]),
+    _completion("logit bias by text", logit_bias={" little": False}),
+    _completion("mirostat", temperature=0.8, seed=5, mirostat=2),
+    _completion("return tokens", return_tokens=True),
+    _completion("timings per token", stream=True, timings_per_token=True, n_predict=3),
+    _completion("progress", stream=True, return_progress=True, n_predict=2),
+    _completion("response fields", response_fields=["content", "generation_settings/n_predict"]),
+    _completion("grammar", grammar='root ::= "yes" | "no"'),
+    _completion("json schema", json_schema={"type": "boolean"}),
+    _completion("ignore eos", ignore_eos=True),
+    _completion("unknown field", no_such_field=1),
+)
+
+OPENAI = (
+    _openai("greedy"),
+    _openai("stream", stream=True),
+    _openai("stream usage", stream=True, stream_options={"include_usage": True}),
+    _openai("logprobs", logprobs=2, max_tokens=4),
+    _openai("stop", stop="girl"),
+    _chat("greedy"),
+    _chat("stream", stream=True),
+    _chat("stream usage", stream=True, stream_options={"include_usage": True}),
+    _chat("logprobs", logprobs=True, top_logprobs=2, max_tokens=3),
+    _chat("logprobs stream", logprobs=True, top_logprobs=2, max_tokens=3, stream=True),
+    _chat("stop", stop=["the"]),
+    _chat("one token", max_tokens=1),
+    _chat("max_completion_tokens", max_tokens=None, max_completion_tokens=5),
+    _chat("content parts", messages=[{"role": "user", "content": [{"type": "text", "text": _PROMPT}]}]),
+    _chat("assistant prefill", messages=[*_CHAT["messages"], {"role": "assistant", "content": "There"}]),
+    _chat("json object", response_format={"type": "json_object"}, max_tokens=8),
+    _chat("other model name", model="gpt-4o"),
+    _chat("two choices", n=2, temperature=0.8),
+)
+
+_LONG = " ".join(["once"] * 3000)
+ERRORS = (
+    _post("error broken json", "/completion", raw=b'{"prompt": "a"', body__error__message=Rule.TYPE),
+    _post("error no prompt", "/completion", {}),
+    _post("error prompt type", "/completion", {"prompt": {"a": 1}}),
+    _post("error n_predict", "/completion", {"prompt": "a", "n_predict": -5}),
+    _post("error temperature type", "/completion", {"prompt": "a", "temperature": "hot"}),
+    _post("error n_predict type", "/completion", {"prompt": "a", "n_predict": "x"}),
+    _post("error token out of range", "/completion", {"prompt": [1, 999999999], "n_predict": 1}),
+    _post("error bad grammar", "/completion", {"prompt": "a", "grammar": "root :: ="}),
+    _post("error too long", "/completion", {"prompt": _LONG, "n_predict": 1}),
+    _post("error too long chat", "/v1/chat/completions", {"messages": [{"role": "user", "content": _LONG}]}),
+    _post("error no messages", "/v1/chat/completions", {}),
+    _post("error messages type", "/v1/chat/completions", {"messages": "hello"}),
+    _post("error message without role", "/v1/chat/completions", {"messages": [{"content": "a"}]}),
+    _post("error part type", "/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "x"}]}]}),
+    _post("error two assistants", "/v1/chat/completions", {"messages": [{"role": "assistant", "content": "a"}] * 2}),
+    _post("error grammar and schema", "/v1/chat/completions", {**_CHAT, "grammar": 'root ::= "a"', "json_schema": {}}),
+    _post("error n", "/v1/chat/completions", {**_CHAT, "n": 100}),
+    _post("error embeddings disabled", "/v1/embeddings", {"input": "a"}),
+    _post("error rerank disabled", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+    Request("error wrong method", "GET", "/completion"),
+)
+
+REQUESTS = (*READ_ONLY, *TOKENS, *COMPLETION, *OPENAI, *ERRORS)
+"""In this order: later ones do not depend on what earlier ones left in the cache, as `cache_prompt` is off."""
