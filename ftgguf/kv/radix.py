@@ -67,6 +67,11 @@ class Match:
     behind `length` instead of copying."""
     snapshot: Snapshot | None = None
 
+    def whole_pages(self) -> Match:
+        """The match without its partial page."""
+        n = self.length // PAGE
+        return Match(n * PAGE, self.node, self.pages[:n], False)
+
 
 class RadixTree:
     """The tree over one page pool. `snapshots`: give a budget for recurrent models, None for all others."""
@@ -91,14 +96,14 @@ class RadixTree:
         snapshot = None
         if self.snapshots is not None:
             path, length, snapshot = self._last_snapshot(path, length)
-        pages: list[int] = []
-        for node in path:
-            first = node.start // PAGE
-            del pages[first:]
-            pages.extend(node.pages[: pages_for(min(length, node.end)) - first])
+        pages = _pages(path, length)
         node = path[-1] if path else self.root
         adoptable = length % PAGE != 0 and length == node.end and self.pool.refs(pages[-1]) == 1
         return Match(length, node, pages, adoptable, snapshot)
+
+    def held_pages(self, tokens: I32) -> list[int]:
+        """The pages of the longest prefix of `tokens` that is held, whether or not a snapshot makes it usable."""
+        return _pages(*self._walk(tokens))
 
     def _walk(self, tokens: I32) -> tuple[list[Node], int]:
         """The nodes that cover the longest common prefix, top down, and its length."""
@@ -128,16 +133,17 @@ class RadixTree:
     # ------------------------------------------------------------------------------------------- growing
 
     def insert(self, tokens: I32, pages: list[int]) -> Node:
-        """Keep the evaluated `tokens`, whose cells are in `pages` (one for each page index); returns the last node.
+        """Keep the evaluated `tokens`, whose cells are in `pages` (one for each page index).
 
         What the tree already holds stays as it is; the rest becomes one new node, which takes references to its pages.
+        Returns the node that ends where `tokens` end.
         """
         path, length = self._walk(tokens)
         node = path[-1] if path else self.root
-        if length == len(tokens):
-            return node
         if length < node.end:
             node = self._split(node, length)
+        if length == len(tokens):
+            return node
         child = Node(node, tokens[length:].copy(), length, pages[length // PAGE : pages_for(len(tokens))])
         self.pool.retain(child.pages)
         node.children[int(tokens[length])] = child
@@ -180,6 +186,15 @@ class RadixTree:
         return self.snapshots.add(snapshot, path[-1].snapshots)
 
     # ------------------------------------------------------------------------------------------- locks
+
+    def lock_prefix(self, node: Node, length: int) -> Node:
+        """Lock the first `length` tokens of the path to `node`, and no more; returns what to unlock."""
+        while node.parent is not None and node.start >= length:
+            node = node.parent
+        if length < node.end:
+            node = self._split(node, length)
+        self.lock(node)
+        return node
 
     def lock(self, node: Node) -> None:
         """A sequence uses `node` and all above it: they are not evicted, and count as just used."""
@@ -283,3 +298,13 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+def _pages(path: list[Node], length: int) -> list[int]:
+    """One page for each page index of [0, length): the deepest node of the path that touches it has the valid one."""
+    pages: list[int] = []
+    for node in path:
+        first = node.start // PAGE
+        del pages[first:]
+        pages.extend(node.pages[: pages_for(min(length, node.end)) - first])
+    return pages

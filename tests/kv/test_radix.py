@@ -44,8 +44,7 @@ class Run:
         keep = match.length // PAGE + (match.adoptable and match.length % PAGE > 0)
         self.pages = match.pages[:keep]
         pool.retain(self.pages)
-        tree.lock(match.node)
-        self.node: Node | None = match.node
+        self.node: Node | None = tree.lock_prefix(match.node, match.length)
         need = pages_for(len(tokens)) - keep
         if need > pool.n_free:
             tree.evict(need - pool.n_free)
@@ -74,6 +73,7 @@ class Run:
     def insert(self) -> None:
         tree = self.cells.tree
         node = tree.insert(self.tokens[: self.done], self.pages)
+        assert node.end == self.done
         tree.lock(node)
         assert self.node is not None
         tree.unlock(self.node)
@@ -85,8 +85,16 @@ class Run:
         self.cells.pool.release(self.pages)
 
 
+def tokens_before(node: Node) -> I32:
+    above: list[I32] = []
+    while node.parent is not None:
+        node = node.parent
+        above.insert(0, node.tokens)
+    return np.concatenate(above)
+
+
 def check_tree(cells: Cells) -> None:
-    """Structure: spans join, children differ in their first token, every page is held, references add up."""
+    """Spans join, children differ in their first token, and every page holds its node's path up to the node's end."""
     tree = cells.tree
     count = 0
     for node in tree.nodes():
@@ -97,6 +105,10 @@ def check_tree(cells: Cells) -> None:
         assert node.parent.children[int(node.tokens[0])] is node
         assert len(node.pages) == pages_for(node.end) - node.start // PAGE
         assert node.locks <= node.parent.locks
+        path = np.concatenate([tokens_before(node), node.tokens]).tolist()
+        first = node.start // PAGE * PAGE
+        for position, cell in zip(range(first, node.end), cells_of(node.pages).tolist(), strict=False):
+            assert cells.content[cell] == tuple(path[: position + 1])
     assert count == tree.n_nodes
 
 
@@ -244,12 +256,14 @@ _pieces = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([1, 3, PAGE - 1, PAGE, PAGE + 5])), min_size=1, max_size=5
 )
 _action = st.tuples(
-    st.sampled_from(["start", "step", "insert", "end", "drop", "evict", "forget"]), _pieces, st.integers(0, 99)
+    st.sampled_from(["start", "start", "start", "step", "insert", "end", "end", "drop", "evict", "forget"]),
+    _pieces,
+    st.integers(0, 99),
 )
 
 
-@settings(deadline=None, max_examples=150)
-@given(st.lists(_action, max_size=30))
+@settings(deadline=None, max_examples=250)
+@given(st.lists(_action, min_size=10, max_size=40))
 def test_random_workloads(actions: list[tuple[str, list[tuple[int, int]], int]]) -> None:
     """Parallel sequences on a tiny pool: every cell read is the cell written for that prefix, and references add up."""
     cells = Cells(12)
@@ -260,6 +274,7 @@ def test_random_workloads(actions: list[tuple[str, list[tuple[int, int]], int]])
         if kind == "start":
             started = Run(cells, tokens)
             if started.started:
+                started.evaluate(2 * pick)
                 runs.append(started)
         elif kind == "evict":
             before = cells.pool.n_free
