@@ -1,0 +1,29 @@
+"""ggml must be kept from AMX kernels that crash here before anything asks it for its buffer types (compat/amx.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compat import amx
+from compat.synth import make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_broken_amx() -> None:
+    amx.avoid_if_broken()
+
+
+@pytest.fixture(scope="session")
+def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`synthetic(arch, types)`: a random two-layer model, made once."""
+    folder = tmp_path_factory.mktemp("synthetic")
+
+    def get(arch: str, types: str = "Q8_0", **sizes: object) -> Path:
+        name = "-".join([arch, types, *(f"{k}{v}" for k, v in sizes.items())])
+        path = folder / f"{name}.gguf"
+        return path if path.exists() else make(arch, path, types=types, **sizes)
+
+    return get
