@@ -13,6 +13,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
@@ -109,7 +111,8 @@ class Vocab:
         A template's own text is such a part, a message's content is not: `<|im_end|>` typed by a user stays text.
         Borders between parts are no borders for the tokenizer. With one flag for all parts this is `tokenize`.
         """
-        texts = [(encode_text(text), special) for text, special in parts if text]
+        runs = groupby(((encode_text(text), bool(special)) for text, special in parts if text), key=itemgetter(1))
+        texts = [(b"".join(text for text, _ in run), special) for special, run in runs]
         joined = b"".join(text for text, _ in texts)
         if not any(special for _, special in texts):
             return self.tokenize(joined, add_special, False)
@@ -129,7 +132,7 @@ class Vocab:
         return body + around if self.add_eos and not self.add_bos else around + body
 
     def _control_outside(self, texts: Sequence[tuple[bytes, bool]], joined: bytes) -> bool:
-        """Whether a control token's text stands anywhere but wholly inside one part that may hold some."""
+        """Whether a control token's text stands anywhere but wholly inside a part that may hold some."""
         if self._control_pattern is None:
             return False
         spans, start = [], 0

@@ -1,6 +1,6 @@
 #include "log.hpp"
 
-#include <algorithm>
+#include <cstdio>
 
 namespace ftgguf {
 
@@ -29,6 +29,12 @@ std::string LogCapture::reason() const {
         line = line.substr(colon + 2);
     }
     return line.empty() ? "libllama gave no reason" : line;
+}
+
+void quiet_log() {
+    llama_log_set([](ggml_log_level level, const char *text, void *) {
+        if (level == GGML_LOG_LEVEL_ERROR) std::fputs(text, stderr);
+    }, nullptr);
 }
 
 }  // namespace ftgguf

@@ -29,4 +29,7 @@ class LogCapture {
     void *previous_data_ = nullptr;
 };
 
+// From now on only libllama's errors reach stderr; it says much that is no news to a user.
+void quiet_log();
+
 }  // namespace ftgguf

@@ -9,6 +9,7 @@
 
 #include <optional>
 
+#include "log.hpp"
 #include "sampler.hpp"
 #include "vocab.hpp"
 
@@ -204,6 +205,7 @@ void bind_sampler(nb::module_ &m) {
 NB_MODULE(_libllama, m) {
     nb::set_leak_warnings(false);  // objects that other extensions hold at exit (a grammar tokenizer) are no fault
     nb::exception<ftgguf::NoCandidate>(m, "NoCandidate", PyExc_RuntimeError);
+    ftgguf::quiet_log();
     bind_vocab(m);
     bind_sampler(m);
 }

@@ -227,7 +227,6 @@ Token SamplerChain::sample(const float *logits, const std::int32_t *ids, std::si
     }
     data_ = view.data;
     size_ = view.size;
-    sorted_ = view.sorted;
     chosen_p_ = chosen.p;
     return chosen.id;
 }
@@ -246,11 +245,10 @@ void SamplerChain::reset() {
 
 std::vector<std::pair<Token, float>> SamplerChain::candidates(std::size_t limit) {
     limit = std::min(limit, size_);
-    if (!sorted_) {
-        std::partial_sort(data_, data_ + limit, data_ + size_, [](const llama_token_data &a, const llama_token_data &b) {
-            return a.p > b.p || (a.p == b.p && a.id < b.id);
-        });
-    }
+    // The chain's own order is no help: adaptive_p changes the probabilities of candidates that were sorted before.
+    std::partial_sort(data_, data_ + limit, data_ + size_, [](const llama_token_data &a, const llama_token_data &b) {
+        return a.p > b.p || (a.p == b.p && a.id < b.id);
+    });
     std::vector<std::pair<Token, float>> best;
     for (std::size_t i = 0; i < limit && data_[i].p > 0; ++i) best.emplace_back(data_[i].id, data_[i].p);
     return best;

@@ -70,7 +70,6 @@ class SamplerChain {
     std::vector<llama_token_data> all_;
     llama_token_data *data_ = nullptr;  // into all_, after the chain
     std::size_t size_ = 0;
-    bool sorted_ = false;
     float chosen_p_ = 0;
 };
 
