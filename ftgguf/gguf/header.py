@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
+from struct import Struct
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from .errors import GGUFError, shown
 from .sniff import describe
 from .types import REMOVED_TYPES, TYPE_TABLE, TensorType
-from .values import FORMATS, U32, U64, Overrun, ValueType, walk_strings
+from .values import FORMATS, U32, U64, Overrun, TooLong, ValueType, walk_strings
 
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 17
@@ -27,10 +28,8 @@ MAX_STRINGS = 1 << 22
 """All strings in a header's arrays together; the largest vocabularies have 0.8 million with their merges."""
 INNER_COST = 64
 """An array inside an array takes as long to check as about 64 strings, and counts as so many."""
-MAX_VALUE = 1 << 26
-"""Bytes in one string or array of numbers (64 MiB); tokenizer.huggingface.json takes 30 MB."""
-MAX_STRING_BYTES = 1 << 27
-"""Bytes in one array of strings; Gemma's half a million merges take 11 MB."""
+MAX_METADATA = 96 << 20
+"""Where the key-value records must end; Gemma's take 16 MB, tokenizer.huggingface.json would add 30."""
 MAX_KEY = 65535
 MAX_NAME = 63
 """GGML_MAX_NAME less the closing zero."""
@@ -38,7 +37,12 @@ MAX_DIMS = 4
 MAX_DEPTH = 4
 DEFAULT_ALIGNMENT = 32
 INT64_MAX = (1 << 63) - 1
+TOO_LONG = f"makes the metadata longer than the {MAX_METADATA} bytes a model can have: the file is damaged"
 AGAIN = "the file is truncated or damaged, get it again"
+
+
+_TENSORS = tuple(Struct(f"<{n}QIQ") for n in range(MAX_DIMS + 1))
+"""A tensor record behind its number of dimensions: the dimensions, the type, the offset."""
 
 
 class Record(NamedTuple):
@@ -209,8 +213,6 @@ class Parser:
         header = self.at - 12
         if element in FORMATS:
             size = count * FORMATS[element].size
-            if size <= self.size - self.at and size > MAX_VALUE:
-                self.fail(f"{what} ({count} elements) is {size} bytes long, at most {MAX_VALUE} are allowed", header)
             self.skip(size, f"{what} ({count} elements)", header)
             return None
         if element not in (ValueType.STR, ValueType.ARR):
@@ -235,7 +237,9 @@ class Parser:
 
     def _strings(self, count: int, what: str) -> NDArray[np.int64]:
         try:
-            offsets = walk_strings(self.buffer, self.at, count)
+            offsets = walk_strings(self.buffer, self.at, count, MAX_METADATA)
+        except TooLong:
+            self.fail(f"{what} ({count} elements) {TOO_LONG}")
         except Overrun as error:
             left = self.size - error.offset - 8
             if error.length is None:
@@ -243,16 +247,15 @@ class Parser:
             self.fail(
                 f"{what}: string {error.index} is {error.length} bytes long but {left} are left: {AGAIN}", error.offset
             )
-        length = int(offsets[-1]) - self.at
-        if length > MAX_STRING_BYTES:
-            self.fail(f"{what} is {length} bytes long, at most {MAX_STRING_BYTES} are allowed")
-        self.at += length
+        self.at = int(offsets[-1])
         return offsets
 
     def skip(self, n: int, what: str, at: int | None = None) -> None:
         left = self.size - self.at
         if n > left:
             self.fail(f"{what} needs {n} bytes but {left} are left: {AGAIN}", at)
+        if self.at + n > MAX_METADATA:
+            self.fail(f"{what} ({n} bytes) {TOO_LONG}", at)
         self.at += n
 
     def skip_string(self, what: str) -> None:
@@ -261,20 +264,25 @@ class Parser:
         left = self.size - self.at
         if length > left:
             self.fail(f"{what}: string length {length} exceeds the {left} bytes left: {AGAIN}", start)
-        if length > MAX_VALUE:
-            self.fail(f"{what} is {length} bytes long, at most {MAX_VALUE} are allowed", start)
+        if self.at + length > MAX_METADATA:
+            self.fail(f"{what} ({length} bytes) {TOO_LONG}", start)
         self.at += length
 
     def tensor(self, index: int) -> RawTensor:
         """One tensor record: name, dimensions, type, offset."""
         start = self.at
         name = self.name(f"the name of tensor {index}", MAX_NAME)
-        n_dims = self.u32(f"tensor {shown(name)}")
+        self.need(4, "the number of dimensions")
+        n_dims = U32(self.buffer, self.at)[0]
         if n_dims > MAX_DIMS:
-            self.fail(f"tensor {shown(name)} has {n_dims} dimensions, at most {MAX_DIMS} are allowed", self.at - 4)
-        dims = self.at
-        self.need(8 * n_dims + 12, f"tensor {shown(name)}")
-        shape = tuple(self.u64("") for _ in range(n_dims)) or (1,)
+            self.fail(f"tensor {shown(name)} has {n_dims} dimensions, at most {MAX_DIMS} are allowed")
+        self.at += 4
+        dims, record = self.at, _TENSORS[n_dims]
+        if record.size > self.size - self.at:
+            self.need(record.size, f"tensor {shown(name)}")
+        *stored, number, relative = record.unpack_from(self.buffer, dims)
+        self.at += record.size
+        shape = tuple(stored) or (1,)
         elements = 1
         for place, n in enumerate(shape):
             if n == 0:
@@ -282,7 +290,9 @@ class Parser:
             elements *= n
         if elements > INT64_MAX:
             self.fail(f"tensor {shown(name)}: {list(shape)} has more than 2^63 elements, the product wraps", dims)
-        kind = self._tensor_type(name)
+        if number not in TYPE_TABLE:
+            self._bad_type(name, number, dims + 8 * n_dims)
+        kind = TensorType(number)
         block, size = TYPE_TABLE[kind]
         if shape[0] % block:
             self.fail(
@@ -290,20 +300,16 @@ class Parser:
                 f"of {kind.ggml_name}",
                 dims,
             )
-        return RawTensor(start, name, kind, shape, elements // block * size, self.u64("the tensor's offset"))
+        return RawTensor(start, name, kind, shape, elements // block * size, relative)
 
-    def _tensor_type(self, name: str) -> TensorType:
-        number = self.u32(f"the type of tensor {shown(name)}")
+    def _bad_type(self, name: str, number: int, at: int) -> NoReturn:
         if number in REMOVED_TYPES:
             self.fail(
                 f"tensor {shown(name)} has type {REMOVED_TYPES[number]} ({number}), which ggml removed: "
                 "get a newer quantisation of the model",
-                self.at - 4,
+                at,
             )
-        try:
-            return TensorType(number)
-        except ValueError:
-            self.fail(f"tensor {shown(name)} has unknown type {number}: a newer format, or damage", self.at - 4)
+        self.fail(f"tensor {shown(name)} has unknown type {number}: a newer format, or damage", at)
 
 
 def parse_header(path: Path, buffer: mmap | bytes) -> Header:

@@ -66,7 +66,12 @@ _DTYPES = {
     ValueType.I64: "<i8",
     ValueType.F64: "<f8",
 }
-_CHUNK = 1 << 16
+_CHUNK = 1 << 12
+"""Strings walked between two checks against the limit; so few that a hostile file cannot map much before one."""
+
+
+class TooLong(Exception):
+    """An array of strings goes beyond the limit of what a header may hold."""
 
 
 class Overrun(Exception):
@@ -77,12 +82,13 @@ class Overrun(Exception):
         self.index, self.offset, self.length = index, offset, length
 
 
-def walk_strings(buffer: mmap | bytes, start: int, count: int) -> NDArray[np.int64]:
+def walk_strings(buffer: mmap | bytes, start: int, count: int, limit: int | None = None) -> NDArray[np.int64]:
     """Offsets of `count` strings that begin at `start`: int64 [count + 1], string i is `[o[i] + 8, o[i + 1])`.
 
     Reads only the length prefixes: 0.1 us a string. Python integers cannot wrap and `unpack_from` refuses to read
     outside the buffer, so an over-long length is caught by the next read or by the last comparison.
-    The caller has bounded `count` (8 bytes each) by the file. Raises Overrun.
+    The caller has bounded `count` (8 bytes each) by the file; `limit` is the offset where the last string must end.
+    Raises Overrun, TooLong.
     """
     offsets = np.empty(count + 1, np.int64)
     read, at = U64, start
@@ -97,6 +103,8 @@ def walk_strings(buffer: mmap | bytes, start: int, count: int) -> NDArray[np.int
             _overrun(buffer, first, here[:-1], at, offsets)
         if at > len(buffer):
             _overrun(buffer, first, here, at, offsets)
+        if limit is not None and at > limit:
+            raise TooLong
         offsets[first : first + len(here)] = here
     offsets[count] = at
     return offsets

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gguf_craft import ARCH, STR, U16, kv, model, tensor
 
-from ftgguf.gguf import GGUFError, open_gguf
+from ftgguf.gguf import GGUFError, TensorType, open_gguf
 
 BLOCKS = 3
 ROLES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
@@ -122,6 +122,23 @@ def test_a_shard_of_another_quantisation(shards: list[Path], tmp_path: Path) -> 
                 open_gguf(mixed / shards[opened].name)
             assert caught.value.path.name == shards[odd].name
             assert caught.value.message.endswith("it holds q8_0, the others q4_K")
+
+
+def test_a_mix_of_types_is_one_quantisation(shards: list[Path]) -> None:
+    """A Q4_K_M has Q6_K for some weights of the last blocks; a dynamic mix may change all but one kind of weight."""
+    keys = [
+        kv("split.no", U16, 2),
+        kv("split.count", U16, 3),
+        kv("split.tensors.count", craft.I32, BLOCKS * len(ROLES)),
+    ]
+    for changed in (ROLES[2:3], ROLES[1:]):
+        records, data = [], b""
+        for role in ROLES:
+            kind = TensorType.Q6_K if role in changed else TensorType.Q4_K
+            records.append(tensor(f"blk.2.{role}.weight", [512, 2], int(kind), len(data)))
+            data += bytes(-(-4 * kind.block_bytes // 32) * 32)
+        shards[2].write_bytes(model(keys, records, data))
+        assert open_gguf(shards[0]).tensors[f"blk.2.{changed[0]}.weight"].type is TensorType.Q6_K
 
 
 def test_shards_of_another_model(shards: list[Path], tmp_path: Path) -> None:
