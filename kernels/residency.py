@@ -124,18 +124,31 @@ def _window(
 
 
 @triton.jit
-def _emit_entries(ids, n, lane, slot, on_cpu, first, place_out, cpu_rows, CHUNK: tl.constexpr):
-    """Write each entry's slot, and the entries of CPU experts grouped by expert from `first` (int32 [E_PAD]) on."""
+def _emit_places(ids, n, lane, slot, place_out, CHUNK: tl.constexpr):
+    """Write each entry's slot, or -1."""
     for start in range(0, n, CHUNK):
         at = start + tl.arange(0, CHUNK)
         e = tl.load(ids + at, at < n, -1)
         match = (e[:, None] == lane[None, :]).to(tl.int32)
-        place = tl.sum(match * (slot + 1)[None, :], 1) - 1
-        tl.store(place_out + at, place, at < n)
-        mine = match * on_cpu[None, :]
-        order = tl.cumsum(mine, 0) - mine + first[None, :]
-        tl.store(cpu_rows + tl.sum(mine * order, 1), at, (tl.sum(mine, 1) > 0) & (at < n))
-        first += tl.sum(mine, 0)
+        tl.store(place_out + at, tl.sum(match * (slot + 1)[None, :], 1) - 1, at < n)
+
+
+@triton.jit
+def _emit_cpu(ids, n, lane, entries, on_cpu, cpu_expert, cpu_start, cpu_rows, CHUNK: tl.constexpr):
+    """Write the CPU's experts and their entries, grouped by expert; returns the number of entries."""
+    rank = tl.cumsum(on_cpu, 0) - on_cpu
+    mine = entries * on_cpu
+    first = tl.cumsum(mine, 0) - mine
+    tl.store(cpu_expert + rank, lane, on_cpu != 0)
+    tl.store(cpu_start + rank, first, on_cpu != 0)
+    for start in range(0, n, CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        e = tl.load(ids + at, at < n, -1)
+        match = (e[:, None] == lane[None, :]).to(tl.int32) * on_cpu[None, :]
+        order = tl.cumsum(match, 0) - match + first[None, :]
+        tl.store(cpu_rows + tl.sum(match * order, 1), at, (tl.sum(match, 1) > 0) & (at < n))
+        first += tl.sum(match, 0)
+    return tl.sum(mine, 0)
 
 
 @triton.jit
@@ -224,16 +237,13 @@ def residency_kernel(
                 tl.store(fill_src + i * 3 + p, source)
         tl.store(slot_of + row + lane, slot)
 
-    on_cpu = (is_used & (slot < 0)).to(tl.int32)
-    n_cpu = tl.sum(on_cpu, 0)
-    rank = tl.cumsum(on_cpu, 0) - on_cpu
-    cpu_entries = entries * on_cpu
-    first = tl.cumsum(cpu_entries, 0) - cpu_entries
-    n_rows = tl.sum(cpu_entries, 0)
-    tl.store(cpu_expert + rank, lane, on_cpu != 0)
-    tl.store(cpu_start + rank, first, on_cpu != 0)
+    n_cpu = m - q
+    n_rows = 0
+    if n_cpu > 0:
+        on_cpu = (is_used & (slot < 0)).to(tl.int32)
+        n_rows = _emit_cpu(ids, n, lane, entries, on_cpu, cpu_expert, cpu_start, cpu_rows, CHUNK)
     tl.store(cpu_start + n_cpu, n_rows)
-    _emit_entries(ids, n, lane, slot, on_cpu, first, place_out, cpu_rows, CHUNK)
+    _emit_places(ids, n, lane, slot, place_out, CHUNK)
     n_valid = tl.sum(entries, 0)
     _emit_counts(header, stats + layer * 8, n_used, n_used - m, m, q, n_cpu, n_rows, n_valid, clock)
 

@@ -102,9 +102,10 @@ def score(p: KeyPolicy, fast: Ints, slow: Ints, owner: Ints | int, clock: int, l
     """What an expert of layer `owner` is worth while `layer` runs in step `clock`: the smallest score goes."""
     if p.lru:
         return fast
-    ahead = np.greater(owner, layer)
-    seen = clock - ahead.astype(np.int32)
-    distance = owner - layer - 1 + np.where(ahead, 0, layers)
+    owner = np.asarray(owner, np.int32)
+    ahead = (owner > layer).astype(np.int32)
+    seen = clock - ahead
+    distance = owner - (layer + 1) + layers * (1 - ahead)
     mixed = log2_add(fast - seen * p.fast_step + p.fast_weight, slow - seen * p.slow_step)
     result: Ints = mixed + (layers - distance) * p.phase_step(layers)
     return result

@@ -83,11 +83,11 @@ class Residency:
 
     @property
     def layers(self) -> int:
-        return self.slot_of.shape[0]
+        return int(self.slot_of.shape[0])
 
     @property
     def e_pad(self) -> int:
-        return self.slot_of.shape[1]
+        return int(self.slot_of.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
