@@ -55,9 +55,9 @@ def broken() -> bool:
 def avoid_if_broken() -> bool:
     """Keep ggml in this process from AMX where it is `broken`; True if that was needed and done.
 
-    Must come before libllama loads its first model. The kernel refuses the right while a thread has an alternate
-    signal stack too small for the tile registers (Documentation/arch/x86/xstate.rst), so one is in place while ggml
-    makes its list; the former one is restored.
+    Must come before libllama loads its first model (then the right is granted already: False). The kernel refuses
+    the right while a thread has an alternate signal stack too small for the tile registers (Documentation/arch/x86/
+    xstate.rst), so one is in place while ggml makes its list; the former one is restored.
     """
     if not broken():
         return False
@@ -69,7 +69,7 @@ def avoid_if_broken() -> bool:
     memory = mmap.mmap(-1, 8192)
     small, former = _Stack(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 0, 4096), _Stack()
     if libc.sigaltstack(ctypes.byref(small), ctypes.byref(former)):
-        raise OSError(ctypes.get_errno(), "no small signal stack, so ggml cannot be kept from AMX: use repack=False")
+        return False  # ENOMEM: the stack is too small for tiles, that is they are already allowed
     try:
         make_list()
     finally:

@@ -96,6 +96,12 @@ class Difference:
 ABSENT = "<absent>"
 
 
+def connect(url: str, timeout_s: float = 120.0) -> httpx.Client:
+    """A client that opens a connection per request: llama-server closes kept ones after 100 requests or 5 seconds,
+    and a request that is under way then is lost."""
+    return httpx.Client(base_url=url, timeout=timeout_s, limits=httpx.Limits(max_keepalive_connections=0))
+
+
 def ask(client: httpx.Client, request: Request) -> Answer:
     """Send `request` relative to the client's base URL and read the whole answer."""
     content: bytes | None = request.raw
@@ -242,7 +248,7 @@ def _short(value: Any) -> str:
 def run(ours: str, peer: str, requests: Iterable[Request], *, timeout_s: float = 120.0) -> list[Difference]:
     """Send every request to both base URLs, in order, and collect the differences."""
     found: list[Difference] = []
-    with httpx.Client(base_url=ours, timeout=timeout_s) as a, httpx.Client(base_url=peer, timeout=timeout_s) as b:
+    with connect(ours, timeout_s) as a, connect(peer, timeout_s) as b:
         for request in requests:
             found += compare(request, ask(a, request), ask(b, request))
     return found
@@ -250,7 +256,7 @@ def run(ours: str, peer: str, requests: Iterable[Request], *, timeout_s: float =
 
 def record(url: str, requests: Iterable[Request], *, timeout_s: float = 120.0) -> dict[str, Any]:
     """One server's answers by request name, with what was sent."""
-    with httpx.Client(base_url=url, timeout=timeout_s) as client:
+    with connect(url, timeout_s) as client:
         return {
             r.name: {
                 "request": {"method": r.method, "path": r.path, "body": r.body},

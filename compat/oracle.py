@@ -77,7 +77,7 @@ class Oracle:
         n_batch, n_ubatch: llama.cpp's logical and physical batch.
         type_k, type_v: ggml type of the KV cache, by name (`f16`, `f32`, `q8_0` ...).
         flash_attn: None lets libllama choose.
-        avoid_amx: with `repack`, leave out ggml's AMX buffers where they crash (`compat.amx`).
+        avoid_amx: leave out ggml's AMX buffers where they crash (`compat.amx`).
 
     Raises:
         OracleError: the file does not load.
@@ -102,8 +102,11 @@ class Oracle:
         self.context: Any = None
         llama_cpp.llama_log_set(_collect_errors, ctypes.c_void_p(0))
         _errors.clear()
-        if repack and avoid_amx:
-            amx.avoid_if_broken()
+        if avoid_amx:
+            # Even without repack: the first model that loads settles for the process whether ggml uses AMX.
+            avoided = amx.avoid_if_broken()
+            if repack and amx.broken() and not avoided:
+                raise OracleError("ggml's AMX kernels crash here and this process has them already: use repack=False")
         model_params = llama_cpp.llama_model_default_params()
         model_params.n_gpu_layers = 0
         model_params.use_extra_bufts = repack

@@ -234,7 +234,10 @@ def _serve(model: str, args: Sequence[str]) -> NoReturn:
     """Run the server until standard input is closed, that is until the parent is gone."""
     import xllamacpp
 
-    server = xllamacpp.Server(_params(model, args))
+    try:
+        server = xllamacpp.Server(_params(model, args))
+    except RuntimeError as error:
+        sys.exit(str(error))
     address = str(server.listening_address)
     print(f"{_READY}{address if '://' in address else 'http://' + address}", flush=True)
     sys.stdin.buffer.read()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from compat import amx
 from ftgguf.pull.upcycle import upcycle
+
+amx.avoid_if_broken()  # before any test loads libllama into this process
 
 DENSE = Path(__file__).parent / "data" / "stories260K.gguf"
 
