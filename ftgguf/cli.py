@@ -64,7 +64,7 @@ def serve(argv: list[str]) -> int:
         config = parse_server(argv, os.environ)
         if not config.model.path:
             return _fail(
-                "error: no model given: -m FILE, -m demo (a small chat model made on first use) or -m stories (built in)"
+                "error: no model given: -m FILE, -m demo (a chat model, made on first use) or -m stories (built in)"
             )
         path = resolve_with_bar(config.model.path)
     except ActionRequested as action:

@@ -1,0 +1,150 @@
+"""`ftgguf run MODEL [PROMPT ...] [flags]`: arguments, loading with a progress bar, and the choice of mode."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ftgguf.flags import ServerConfig
+    from ftgguf.terminal.session import Session
+
+USAGE = """usage: ftgguf run MODEL [PROMPT ...] [options] [llama-server flags]
+
+With a prompt (or text piped in): one answer on standard output. Without: a chat; /help lists its commands.
+
+  --verbose        print speeds after each answer
+  --system TEXT    system message
+  --raw            continue the prompt as it is, without the chat template
+
+MODEL is a .gguf file, `demo` or `stories`. llama-server's flags (-c, -t, --temp, -n ...) follow the prompt.
+"""
+
+
+class UsageError(ValueError):
+    """What is wrong with the arguments; one line."""
+
+
+@dataclasses.dataclass(slots=True)
+class Arguments:
+    model: str
+    prompt: str
+    flags: list[str]
+    verbose: bool = False
+    system: str = ""
+    raw: bool = False
+
+
+def parse_arguments(argv: list[str]) -> Arguments:
+    """Our own options may stand anywhere; words before the first other flag are the model and the prompt."""
+    words: list[str] = []
+    flags: list[str] = []
+    out = Arguments("", "", flags)
+    rest = iter(argv)
+    for word in rest:
+        if word == "--verbose":
+            out.verbose = True
+        elif word == "--raw":
+            out.raw = True
+        elif word == "--system":
+            out.system = next(rest, "")
+            if not out.system:
+                raise UsageError("--system needs a text")
+        elif flags or (word.startswith("-") and len(word) > 1):
+            flags.append(word)
+        else:
+            words.append(word)
+    if not words:
+        raise UsageError("no model given: ftgguf run MODEL [PROMPT]")
+    out.model, out.prompt = words[0], " ".join(words[1:])
+    return out
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0, 1 on an error (told on stderr), 130 when an answer was interrupted in one-shot mode."""
+    from ftgguf.chat.template import ChatTemplateError
+    from ftgguf.flags import ActionRequested, FlagError, parse_server
+    from ftgguf.gguf import GGUFError
+    from ftgguf.models.config import ModelError
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
+    from ftgguf.server.errors import ApiError
+    from ftgguf.terminal import chat
+    from ftgguf.terminal.session import AnswerError
+
+    if not argv or argv[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if argv else 1
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        arguments = parse_arguments(argv)
+        config = parse_server(["-m", arguments.model, "-np", "1", *arguments.flags], os.environ)
+        for warning in config.warnings:
+            print(warning, file=sys.stderr)
+        path = resolve_with_bar(config.model.path)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path)))
+        piped = "" if sys.stdin.isatty() else sys.stdin.read()
+        prompt = "\n".join(part for part in (arguments.prompt, piped.rstrip("\n")) if part)
+        if not prompt and not sys.stdin.isatty():
+            raise UsageError("the prompt is empty: nothing was given and nothing was piped in")
+        session = open_session(config, arguments.raw)
+        if prompt:
+            return chat.one_shot(session, prompt, arguments)
+        return chat.interactive(session, arguments)
+    except ActionRequested as action:
+        print(action.text)
+        return 0
+    except UsageError as error:
+        print(f"ftgguf run: {error}", file=sys.stderr)
+        return 1
+    except (FlagError, NameResolutionError, DemoError, GGUFError, ModelError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (ChatTemplateError, AnswerError, ApiError, MemoryError, ValueError) as error:
+        print(f"ftgguf run: {error}", file=sys.stderr)
+        return 1
+
+
+def open_session(config: ServerConfig, raw: bool) -> Session:
+    """Load the model in this process, with the file's sampling defaults where no flag was given."""
+    from ftgguf.chat.request import ChatPlanner
+    from ftgguf.engine.load import load_engine, open_model
+    from ftgguf.engine.sampler import sampling_defaults
+    from ftgguf.server.process import model_templates
+    from ftgguf.terminal.session import Session
+    from ftgguf.vocab import Vocab
+
+    gguf = open_model(config)
+    given = {k: v for k, v in sampling_defaults(gguf).items() if f"sampling.{k}" not in config.given}
+    config = dataclasses.replace(config, sampling=msgspec.structs.replace(config.sampling, **given))
+    with _loading_bar() as progress:
+        engine = load_engine(config, progress)
+    vocab = Vocab.load(gguf)
+    templates = model_templates(config, gguf, vocab)
+    planner = None if raw or not templates.explicit else ChatPlanner(templates, config.chat)
+    if planner is None and not raw and sys.stderr.isatty():
+        print("This model has no chat template: it continues your text as it is.", file=sys.stderr)
+    return Session(engine, vocab, planner, config)
+
+
+@contextmanager
+def _loading_bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar on stderr that goes when loading is done; nothing where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield lambda stage, fraction: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("loading", total=1.0)
+        yield lambda stage, fraction: bars.update(task, description=stage, completed=fraction)
