@@ -1,0 +1,109 @@
+"""The HTTP application: every route, and how exceptions become llama-server's error objects."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ftgguf import __version__
+from ftgguf.server import chat, metrics, native, openai
+from ftgguf.server.auth import Gate
+from ftgguf.server.errors import NOT_FOUND, ApiError
+from ftgguf.server.generation import json_response
+from ftgguf.server.sse import Disconnected
+from ftgguf.server.state import ServerState
+
+log = logging.getLogger("ftgguf.server")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+GET: tuple[tuple[str, Handler], ...] = (
+    ("/health", native.get_health),
+    ("/v1/health", native.get_health),
+    ("/metrics", metrics.get_metrics),
+    ("/props", native.get_props),
+    ("/models", openai.get_models),
+    ("/v1/models", openai.get_models),
+    ("/lora-adapters", native.get_lora),
+    ("/slots", native.get_slots),
+    ("/tools", native.disabled),
+    ("/cors-proxy", native.disabled),
+)
+POST: tuple[tuple[str, Handler], ...] = (
+    ("/props", native.post_props),
+    ("/completion", native.post_completion),
+    ("/completions", native.post_completion),
+    ("/v1/completions", openai.post_completions),
+    ("/chat/completions", openai.post_chat_completions),
+    ("/v1/chat/completions", openai.post_chat_completions),
+    ("/chat/completions/input_tokens", chat.post_input_tokens),
+    ("/v1/chat/completions/input_tokens", chat.post_input_tokens),
+    ("/apply-template", chat.post_apply_template),
+    ("/tokenize", native.post_tokenize),
+    ("/detokenize", native.post_detokenize),
+    ("/embedding", native.post_embeddings),
+    ("/embeddings", native.post_embeddings),
+    ("/v1/embeddings", native.post_embeddings),
+    ("/rerank", native.post_rerank),
+    ("/reranking", native.post_rerank),
+    ("/v1/rerank", native.post_rerank),
+    ("/v1/reranking", native.post_rerank),
+    ("/lora-adapters", native.post_lora),
+    ("/slots/{id_slot}", native.post_slots),
+    ("/v1/systemone", native.post_systemone),
+    ("/audio/transcriptions", native.post_transcriptions),
+    ("/v1/audio/transcriptions", native.post_transcriptions),
+    ("/tools", native.disabled),
+    ("/cors-proxy", native.disabled),
+)
+
+
+def build_app(state: ServerState) -> ASGIApp:
+    """The ASGI application of one model."""
+    app = FastAPI(title="ftgguf", version=__version__, docs_url=None, redoc_url=None)
+    app.state.server = state
+    prefix = state.config.http.api_prefix
+    for path, handler in GET:
+        app.add_api_route(
+            prefix + path, handler, methods=["GET", "HEAD"], response_model=None, operation_id=_id("get", path)
+        )
+    for path, handler in POST:
+        app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, operation_id=_id("post", path))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Disconnected, _gone)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _unexpected)
+    return Gate(app, state.config.http, state.engine)
+
+
+def _id(method: str, path: str) -> str:
+    return method + path.translate(str.maketrans("/-{}", "____"))
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return json_response(error.document(), error.code)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and wrong methods are the same 404 in llama-server."""
+    assert isinstance(error, HTTPException)
+    if error.status_code in (404, 405):
+        return json_response(NOT_FOUND, 404)
+    return json_response(ApiError(str(error.detail), code=error.status_code).document(), error.status_code)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return json_response(native.internal(error).document(), 500)

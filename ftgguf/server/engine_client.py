@@ -1,0 +1,294 @@
+"""The front's end of the engine: starts the process, speaks its protocol, restarts it when it dies.
+
+A frame is a little-endian uint32 length and that many bytes of msgpack. The first frame to the engine is its
+configuration (`flags.config.encode_config`); all others are `ftgguf.engine.messages`. The engine is started with
+`Popen` and an inherited socket, never forked, and exits when the socket closes.
+
+One engine at a time: two expert pools do not fit, so a restart waits until the old process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from ftgguf.engine import messages as m
+from ftgguf.server.errors import ApiError, server_error, unavailable
+
+log = logging.getLogger("ftgguf.server")
+
+FRAME = struct.Struct("<I")
+MAX_FRAME = 1 << 30
+ENGINE_COMMAND = (sys.executable, "-m", "ftgguf.engine")
+EXIT_GRACE_S = 10.0
+"""How long a dead or closing engine may take to leave before it is killed."""
+MAX_FAILED_STARTS = 3
+"""Consecutive starts that never became ready before the client gives up."""
+
+Reply = m.Started | m.Progress | m.Delta | m.Finished
+
+
+class RequestStream:
+    """The messages of one HTTP request's sequences, in order of arrival; use it as `async with`.
+
+    Leaving the block cancels what has not ended. `ended` counts the sequences that have.
+    """
+
+    def __init__(self, client: EngineClient, requests: Sequence[m.Generate]) -> None:
+        self._client = client
+        self._live = {request.id for request in requests}
+        self._queue: deque[Reply | m.Failed] = deque()
+        self._wake = asyncio.Event()
+
+    @property
+    def running(self) -> bool:
+        """True until the last sequence's end was taken by `next`."""
+        return bool(self._live) or bool(self._queue)
+
+    def push(self, message: Reply | m.Failed) -> None:
+        if isinstance(message, m.Finished | m.Failed):
+            self._live.discard(message.id)
+        self._queue.append(message)
+        self._wake.set()
+
+    async def next(self) -> list[Reply]:
+        """Everything that has arrived (at least one message). A failed sequence raises its `ApiError`."""
+        while not self._queue:
+            self._wake.clear()
+            await self._wake.wait()
+        batch: list[Reply] = []
+        while self._queue:
+            message = self._queue[0]
+            if isinstance(message, m.Failed):
+                if batch:
+                    break
+                raise ApiError(message.message, message.type, message.code, **message.extra)
+            batch.append(message)
+            self._queue.popleft()
+        return batch
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        self._client.release(self._live)
+        self._live = set()
+
+
+class EngineClient:
+    """Owns one engine process. `state` is `loading`, `ready`, `failed` (gave up) or `stopped`."""
+
+    def __init__(self, config: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self.config = config
+        self.command = list(command)
+        self.state = "loading"
+        self.ready: m.Ready | None = None
+        self.loading = m.Loading(stage="starting", fraction=0.0)
+        self.failure = ""
+        self.restarts = 0
+        self._ids = 0
+        self._streams: dict[int, RequestStream] = {}
+        self._controls: dict[int, asyncio.Future[m.Reply]] = {}
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -------------------------------------------------------------------------------------------- life cycle
+
+    async def start(self) -> None:
+        """Start the engine and its supervisor; returns at once (see `wait_ready`)."""
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine supervisor")
+
+    async def wait_ready(self) -> m.Ready:
+        """The engine's `Ready`; raises `ApiError` when it cannot start."""
+        while self.state == "loading":
+            await self._wait_change()
+        if self.state != "ready" or self.ready is None:
+            raise unavailable(self.failure or "the engine is stopped")
+        return self.ready
+
+    async def stop(self) -> None:
+        """Close the socket, wait for the process to leave, kill it if it does not."""
+        self.state = "stopped"
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        await self._end_process()
+        self._fail_all("the server is shutting down")
+
+    async def _supervise(self) -> None:
+        failed_starts = 0
+        while self.state != "stopped":
+            reader = await self._spawn()
+            started = time.monotonic()
+            reason = await self._read(reader)
+            was_ready = self.state == "ready"
+            failed_starts = 0 if was_ready else failed_starts + 1
+            self._set_state("loading")
+            self._fail_all(reason)
+            await self._end_process()
+            code = self._process.returncode if self._process else None
+            fatal = bool(self.failure)
+            if (fatal and self.ready is None) or failed_starts >= MAX_FAILED_STARTS:
+                self.failure = self.failure or f"the engine exited with code {code} while starting"
+                log.error("engine: %s", self.failure)
+                self._set_state("failed")
+                return
+            self.restarts += 1
+            log.error("engine process ended (code %s) after %.1f s: restarting it", code, time.monotonic() - started)
+            self.failure = ""
+            await asyncio.sleep(min(5.0, 0.1 * 4**failed_starts) if failed_starts else 0)
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen([*self.command, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+        finally:
+            theirs.close()
+        self.loading = m.Loading(stage="starting", fraction=0.0)
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._send_frame(self.config)
+        return reader
+
+    async def _end_process(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        process = self._process
+        if process is None:
+            return
+        deadline = time.monotonic() + EXIT_GRACE_S
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                log.error("engine process %d does not leave: killing it", process.pid)
+                process.kill()
+                deadline = float("inf")
+            await asyncio.sleep(0.02)
+
+    async def _read(self, reader: asyncio.StreamReader) -> str:
+        """Dispatch messages until the socket closes; returns what to tell the requests that were running."""
+        try:
+            while True:
+                (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
+                if length > MAX_FRAME:
+                    raise msgspec.DecodeError(f"frame of {length} bytes")
+                self._dispatch(m.decode_to_front(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except msgspec.DecodeError as error:
+            log.error("engine sent a malformed message: %s", error)
+        return self.failure or "the engine process ended unexpectedly; it is being restarted"
+
+    # -------------------------------------------------------------------------------------------- messages
+
+    def _dispatch(self, message: m.ToFront) -> None:
+        if isinstance(message, m.Delta | m.Started | m.Progress | m.Finished | m.Failed):
+            stream = self._streams.get(message.id)
+            if stream is not None:
+                stream.push(message)
+            if isinstance(message, m.Finished | m.Failed):
+                self._streams.pop(message.id, None)
+        elif isinstance(message, m.Reply):
+            future = self._controls.pop(message.id, None)
+            if future is not None and not future.done():
+                future.set_result(message)
+        elif isinstance(message, m.Ready):
+            self.ready = message
+            self._set_state("ready")
+        elif isinstance(message, m.Loading):
+            self.loading = message
+            self._notify()
+        else:
+            self.failure = message.message
+
+    def _set_state(self, state: str) -> None:
+        if self.state != "stopped":
+            self.state = state
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_change(self) -> None:
+        await self._changed.wait()
+
+    async def wait_progress(self) -> m.Loading:
+        """The next `Loading` (or the last one again when the state changes)."""
+        await self._wait_change()
+        return self.loading
+
+    def _send_frame(self, payload: bytes) -> None:
+        if self._writer is None:
+            raise unavailable("Loading model")
+        self._writer.write(FRAME.pack(len(payload)) + payload)
+
+    def _fail_all(self, reason: str) -> None:
+        streams, self._streams = self._streams, {}
+        for id, stream in streams.items():
+            stream.push(m.Failed(id=id, code=500, type="server_error", message=reason))
+        controls, self._controls = self._controls, {}
+        for future in controls.values():
+            if not future.done():
+                future.set_exception(server_error(reason))
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def new_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def open(self, requests: Sequence[m.Generate]) -> RequestStream:
+        """Send `requests`; their messages arrive in the stream. 503 while there is no engine."""
+        if self.state != "ready":
+            raise unavailable("Loading model" if self.state == "loading" else self.failure or "the engine is stopped")
+        stream = RequestStream(self, requests)
+        for request in requests:
+            self._streams[request.id] = stream
+            self._send_frame(m.encode(request))
+        return stream
+
+    async def generate(self, request: m.Generate) -> AsyncIterator[Reply]:
+        """The messages of one sequence up to its `Finished`; a failure raises `ApiError`. Close it to cancel."""
+        async with self.open([request]) as stream:
+            while stream.running:
+                for message in await stream.next():
+                    yield message
+
+    def release(self, ids: set[int]) -> None:
+        """Cancel the sequences `ids` that have not ended."""
+        for id in ids:
+            if self._streams.pop(id, None) is not None and self._writer is not None and self.state == "ready":
+                self._send_frame(m.encode(m.Cancel(id=id)))
+
+    async def control(self, action: str, **arguments: Any) -> Any:
+        """The engine's answer to `action`; raises `ApiError` (400) with its message when it refuses."""
+        if self.state != "ready":
+            raise unavailable("Loading model")
+        id = self.new_id()
+        future: asyncio.Future[m.Reply] = asyncio.get_running_loop().create_future()
+        self._controls[id] = future
+        self._send_frame(m.encode(m.Control(id=id, action=action, arguments=arguments)))
+        try:
+            reply = await future
+        finally:
+            self._controls.pop(id, None)
+        if not reply.ok:
+            raise ApiError(reply.message)
+        return reply.value

@@ -1,0 +1,261 @@
+"""From a parsed request to an HTTP answer: sequences to the engine, messages back through a `Format`.
+
+Every completion route ends here. A route makes the sequences (`make_sequences`) and a `Format`, which knows the shape
+of its API; `respond` runs them, streaming or not, cancels when the client leaves, and turns the first error into a
+plain HTTP error (later ones become an event, then the stream ends).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ftgguf.engine import messages as m
+from ftgguf.server.engine_client import RequestStream
+from ftgguf.server.errors import ApiError, server_error
+from ftgguf.server.params import RequestParams
+from ftgguf.server.prompts import check_prompt
+from ftgguf.server.sse import EventStream, unless_disconnected, with_pings
+from ftgguf.server.state import ServerState
+from ftgguf.server.wire import dumps
+
+JSON_TYPE = "application/json; charset=utf-8"
+LOWEST = -3.4028234663852886e38
+"""Float32's lowest, reported for a probability of 0 since JSON has no minus infinity."""
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    response = Response(dumps(value), status)
+    response.headers["content-type"] = JSON_TYPE
+    return response
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One running completion: what was asked, and what has come back so far."""
+
+    index: int
+    params: RequestParams
+    request: m.Generate
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    probs: list[m.TokenProbs] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    predicted_n: int = 0
+    cached: int = 0
+    slot: int = -1
+    finished: m.Finished | None = None
+
+    @property
+    def prompt_n(self) -> int:
+        return len(self.request.prompt)
+
+    def take(self, message: m.Started | m.Progress | m.Delta | m.Finished) -> None:
+        if isinstance(message, m.Delta):
+            self.text.append(message.text)
+            self.tokens += message.tokens
+            self.probs += message.probs
+            self.predicted_n = message.predicted_n or len(self.tokens)
+            self.timings = message.timings
+        elif isinstance(message, m.Started):
+            self.slot, self.cached = message.slot, message.cached
+        elif isinstance(message, m.Finished):
+            self.finished = message
+            self.predicted_n = message.predicted_n
+            self.timings = message.timings
+            self.slot = message.slot
+            self.cached = int(message.timings.get("cache_n", self.cached))
+
+    def finish_reason(self, tool_calls: bool = False) -> str:
+        """OpenAI's word: `stop`, `length` or `tool_calls`."""
+        if self.finished is not None and self.finished.stop_type in ("eos", "word"):
+            return "tool_calls" if tool_calls else "stop"
+        return "length"
+
+
+class Format(Protocol):
+    """The shape of one API. All methods return ready bytes (possibly several events, possibly none)."""
+
+    ping: bytes
+
+    def started(self, sequence: Sequence) -> bytes: ...
+    def progress(self, sequence: Sequence, message: m.Progress) -> bytes: ...
+    def delta(self, sequence: Sequence, message: m.Delta) -> bytes: ...
+    def finished(self, sequence: Sequence) -> bytes: ...
+    def error(self, error: ApiError) -> bytes: ...
+    def end(self) -> bytes: ...
+    def document(self, sequences: list[Sequence]) -> Any: ...
+
+
+def make_sequences(state: ServerState, prompts: list[list[int]], params: RequestParams) -> list[Sequence]:
+    """`n_cmpl` sequences for each prompt, indexed in that order; seeds of the copies count up (llama-server)."""
+    out: list[Sequence] = []
+    n_ctx = state.n_ctx
+    details = params.settings(brief=True)
+    for prompt in prompts:
+        if not prompt:
+            raise ApiError('"prompt" must not be empty')
+        check_prompt(state.vocab, prompt, n_ctx)
+        for copy in range(params.n_cmpl):
+            sampling = dict(params.sampling)
+            if copy and sampling["seed"] != m.RANDOM_SEED:
+                sampling["seed"] = (sampling["seed"] + copy) & 0xFFFFFFFF
+            request = m.Generate(
+                id=state.engine.new_id(),
+                prompt=tuple(prompt),
+                sampling=m.SamplingParams(**sampling, grammar=params.grammar),
+                max_tokens=params.n_predict,
+                stop=tuple(params.stop),
+                cache_prompt=params.cache_prompt,
+                id_slot=params.id_slot if copy == 0 else -1,
+                n_keep=params.n_keep,
+                n_discard=params.n_discard,
+                n_indent=params.n_indent,
+                t_max_predict_ms=params.t_max_predict_ms,
+                return_progress=params.return_progress and params.stream,
+                special=state.config.chat.special,
+                preserved_tokens=tuple(params.preserved_tokens),
+                stream=params.stream,
+                details=details,
+            )
+            out.append(Sequence(len(out), params, request))
+    return out
+
+
+async def respond(state: ServerState, request: Request, sequences: list[Sequence], shape: Format) -> Response:
+    """Run `sequences` and answer in `shape`; errors before the first event are raised as `ApiError`."""
+    stream = state.engine.open([sequence.request for sequence in sequences])
+    by_id = {sequence.request.id: sequence for sequence in sequences}
+    if not sequences[0].params.stream:
+        async with stream:
+            await unless_disconnected(request, _collect(stream, by_id))
+        return json_response(shape.document(sequences))
+    try:
+        first = await unless_disconnected(request, stream.next())
+    except BaseException:
+        await stream.__aexit__(None, None, None)
+        raise
+    return EventStream(_events(stream, first, by_id, shape, sequences[0].params.sse_ping_interval))
+
+
+async def _collect(stream: RequestStream, by_id: dict[int, Sequence]) -> None:
+    while stream.running:
+        for message in await stream.next():
+            by_id[message.id].take(message)
+
+
+async def _events(
+    stream: RequestStream, first: list[Any], by_id: dict[int, Sequence], shape: Format, interval: float
+) -> AsyncIterator[bytes]:
+    async with stream:
+        try:
+            yield _encode(first, by_id, shape)
+            chunks = with_pings(stream.next, interval, shape.ping)
+            while stream.running:
+                batch = await anext(chunks)
+                yield batch if isinstance(batch, bytes) else _encode(batch, by_id, shape)
+            yield shape.end()
+        except ApiError as error:
+            yield shape.error(error)
+        except Exception as error:
+            yield shape.error(server_error(f"{type(error).__name__}: {error}"))
+            raise
+
+
+def _encode(batch: list[Any], by_id: dict[int, Sequence], shape: Format) -> bytes:
+    out: list[bytes] = []
+    for message in batch:
+        sequence = by_id[message.id]
+        sequence.take(message)
+        if isinstance(message, m.Delta):
+            out.append(shape.delta(sequence, message))
+        elif isinstance(message, m.Finished):
+            out.append(shape.finished(sequence))
+        elif isinstance(message, m.Progress):
+            out.append(shape.progress(sequence, message))
+        else:
+            out.append(shape.started(sequence))
+    return b"".join(out)
+
+
+# ------------------------------------------------------------------------------------------- shared parts
+
+
+def timings_json(timings: dict[str, float]) -> dict[str, float]:
+    """llama-server's `timings`. The first generated token costs the prompt, so rates of generation use n - 1."""
+    prompt_n, prompt_ms = int(timings.get("prompt_n", 0)), float(timings.get("prompt_ms", 0.0))
+    predicted_n, predicted_ms = int(timings.get("predicted_n", 0)), float(timings.get("predicted_ms", 0.0))
+    steps = max(predicted_n - 1, 0)
+    out: dict[str, float] = {
+        "cache_n": int(timings.get("cache_n", 0)),
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / prompt_n if prompt_n else 0.0,
+        "prompt_per_second": 1e3 * prompt_n / prompt_ms if prompt_ms > 0 else 0.0,
+        "predicted_n": predicted_n,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": predicted_ms / steps if steps else 0.0,
+        "predicted_per_second": 1e3 * steps / predicted_ms if predicted_ms > 0 else 0.0,
+    }
+    for name in ("draft_n", "draft_n_accepted"):
+        if timings.get(name):
+            out[name] = int(timings[name])
+    return out
+
+
+def probs_json(probs: list[m.TokenProbs] | tuple[m.TokenProbs, ...], post_sampling: bool) -> list[dict[str, Any]]:
+    """`completion_probabilities` / `logprobs.content`."""
+    value, top = ("prob", "top_probs") if post_sampling else ("logprob", "top_logprobs")
+
+    def one(prob: m.TokenProb) -> dict[str, Any]:
+        number = prob.value if math.isfinite(prob.value) else LOWEST
+        return {
+            "id": prob.id,
+            "token": whole_characters(prob.piece),
+            "bytes": list(prob.piece),
+            value: number,
+        }
+
+    return [one(item.chosen) | {top: [one(other) for other in item.top]} for item in probs]
+
+
+def whole_characters(piece: bytes) -> str:
+    """`piece` without a character cut off at its end (a token may hold part of one); other bad bytes are replaced."""
+    for cut in range(1, min(3, len(piece)) + 1):
+        byte = piece[-cut]
+        if byte >= 0xC0:
+            need = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            if need > cut:
+                piece = piece[:-cut]
+            break
+        if byte < 0x80:
+            break
+    return piece.decode("utf-8", errors="replace")
+
+
+def progress_json(message: m.Progress) -> dict[str, Any]:
+    return {
+        "total": message.total,
+        "cache": message.cache,
+        "processed": message.processed,
+        "time_ms": int(message.time_ms),
+    }
+
+
+def nested_fields(paths: list[str], document: dict[str, Any]) -> dict[str, Any]:
+    """`response_fields`: only the named fields; `a/b` lifts a nested one to the top under that name."""
+    out: dict[str, Any] = {}
+    for path in paths:
+        value: Any = document
+        for key in path.split("/"):
+            if not isinstance(value, dict) or key not in value:
+                break
+            value = value[key]
+        else:
+            out[path] = value
+    return out

@@ -1,0 +1,190 @@
+"""The front process: vocabulary, engine, HTTP server, signals.
+
+`serve` binds first (a taken port is told at once), then loads the vocabulary and starts the engine; HTTP answers 503
+until the engine is ready. The first SIGINT or SIGTERM ends streams and leaves in order, a second one leaves at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import uvicorn
+from sse_starlette.sse import AppStatus
+
+from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
+from ftgguf.flags.config import ServerConfig, encode_config
+from ftgguf.gguf import GGUFError, GGUFFile, open_gguf
+from ftgguf.server import startup
+from ftgguf.server.app import build_app
+from ftgguf.server.engine_client import EngineClient
+from ftgguf.server.errors import ApiError
+from ftgguf.server.sockets import BindError, Listener, bind_all
+from ftgguf.server.state import ServerState
+
+log = logging.getLogger("ftgguf.server")
+
+GRACE_S = 5
+"""How long requests may take to end after the first signal."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn with our signal handling."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: ServerConfig) -> int:
+    """Run the HTTP server of `config` until a signal; returns the process's exit status."""
+    _set_up_logging(config)
+    for warning in config.warnings:
+        log.warning("%s", warning)
+    try:
+        listeners = bind_all(config.http)
+    except BindError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        gguf = open_gguf(config.model.path, {o.key: o.value for o in config.model.override_kv})
+        state = make_state(config, gguf)
+    except (GGUFError, ChatTemplateError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        return asyncio.run(_serve(state, listeners))
+    finally:
+        state.close()
+        for listener in listeners:
+            listener.socket.close()
+            if listener.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(listener.path)
+
+
+def make_state(config: ServerConfig, gguf: GGUFFile) -> ServerState:
+    """The front's state for an open model: vocabulary, templates, an engine client that is not started.
+
+    The file's sampling defaults (`general.sampling.*`) apply where no flag was given, as in llama-server.
+    """
+    from ftgguf.engine.sampler import sampling_defaults
+    from ftgguf.vocab import Vocab
+
+    fields = {k: v for k, v in sampling_defaults(gguf).items() if f"sampling.{k}" not in config.given}
+    if fields:
+        config = replace(config, sampling=msgspec.structs.replace(config.sampling, **fields))
+    vocab = Vocab.load(gguf)
+    engine = EngineClient(encode_config(config))
+    return ServerState(config, vocab, engine, model_templates(config, gguf, vocab))
+
+
+def model_templates(config: ServerConfig, gguf: GGUFFile, vocab: Any) -> ChatTemplates:
+    """The chat templates of `config` and the file (see `load_templates`)."""
+
+    def text(key: str) -> str:
+        value = gguf.metadata.get(key)
+        return value if isinstance(value, str) else ""
+
+    def piece(token: int | None) -> str:
+        return "" if token is None else vocab.piece(token, special=True).decode("utf-8", "replace")
+
+    return load_templates(
+        config.chat.template,
+        text("tokenizer.chat_template"),
+        text("tokenizer.chat_template.tool_use"),
+        bos_token=piece(vocab.bos),
+        eos_token=piece(vocab.eos),
+        add_bos=vocab.add_bos,
+        add_eos=vocab.add_eos,
+    )
+
+
+async def _serve(state: ServerState, listeners: list[Listener]) -> int:
+    http = state.config.http
+    server = _Server(
+        uvicorn.Config(
+            build_app(state),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            lifespan="off",
+            ws="none",
+            loop="asyncio",
+            timeout_graceful_shutdown=GRACE_S,
+            ssl_keyfile=http.ssl_key_file or None,
+            ssl_certfile=http.ssl_cert_file or None,
+        )
+    )
+    _install_signals(server)
+    await state.engine.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener.socket for listener in listeners]))
+    starting = asyncio.create_task(_announce(state, listeners))
+    status = 0
+    try:
+        done, _ = await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting in done and not starting.result():
+            status = 1
+            server.should_exit = True
+        await serving
+    finally:
+        starting.cancel()
+        await state.engine.stop()
+    return status
+
+
+async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
+    """Show the load's progress, then the start-up block; False if the engine cannot start."""
+    while state.engine.state == "loading":
+        startup.show_progress(state.engine.loading)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(state.engine.wait_progress(), 0.2)
+    startup.end_progress()
+    try:
+        ready = await state.engine.wait_ready()
+    except ApiError as error:
+        if state.engine.state == "failed":
+            print(f"error: {error.message}", file=sys.stderr)
+        return False
+    urls = [listener.url for listener in listeners]
+    print(startup.block(ready, state.name, urls), flush=True)
+    print(startup.example(urls[0], bool(state.config.http.api_keys)), flush=True)
+    return True
+
+
+def _install_signals(server: uvicorn.Server) -> None:
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        if server.should_exit:
+            os._exit(130)  # the engine sees its socket close and leaves too
+        print("stopping; once more to leave at once", file=sys.stderr, flush=True)
+        AppStatus.should_exit = True  # ends running streams
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, leave)
+
+
+def _set_up_logging(config: ServerConfig) -> None:
+    level = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO}.get(
+        config.log.verbosity, logging.DEBUG if config.log.verbosity > 3 else logging.CRITICAL
+    )
+    if config.log.disable:
+        level = logging.CRITICAL + 1
+    handlers: list[logging.Handler] = [logging.StreamHandler()]
+    if config.log.file:
+        handlers.append(logging.FileHandler(config.log.file))
+    form = "%(asctime)s " if config.log.timestamps else ""
+    form += "%(levelname).1s %(message)s" if config.log.prefix else "%(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form, handlers=handlers, force=True)
+    logging.getLogger("ftgguf").setLevel(level)

@@ -1,0 +1,72 @@
+"""Prompts in all the forms llama-server takes, as token ids.
+
+A prompt is a string, a list of ids, a list mixing strings and ids, an object with `prompt_string`, or a list of
+those (several prompts). BOS is added only in front of a string that comes first (`tokenize_mixed`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ftgguf.server.errors import InvalidRequest, exceeds_context
+from ftgguf.server.schema import Vocabulary
+from ftgguf.server.wire import as_int, as_str
+
+BAD_PROMPT = (
+    '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt string, or a list of '
+    "mixed strings & tokens."
+)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def tokenize_mixed(vocab: Vocabulary, value: Any, add_special: bool, parse_special: bool) -> list[int]:
+    """Ids of a string or of a list of strings and ids; raises `WrongType` in llama-server's words for anything else."""
+    if not isinstance(value, list):
+        return vocab.tokenize(as_str(value), add_special=add_special, parse_special=parse_special)
+    ids: list[int] = []
+    for index, item in enumerate(value):
+        if isinstance(item, str):
+            ids += vocab.tokenize(item, add_special=add_special and index == 0, parse_special=parse_special)
+        else:
+            ids.append(as_int(item))
+    return ids
+
+
+def _tokenize_one(vocab: Vocabulary, prompt: Any, add_special: bool) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenize_mixed(vocab, prompt, add_special, True)
+    if isinstance(prompt, list) and all(_is_id(item) for item in prompt):
+        return [as_int(item) for item in prompt]
+    if isinstance(prompt, list) and any(_is_id(x) for x in prompt) and any(isinstance(x, str) for x in prompt):
+        return tokenize_mixed(vocab, prompt, add_special, True)
+    if isinstance(prompt, dict) and "prompt_string" in prompt:
+        if "multimodal_data" in prompt:
+            raise InvalidRequest("Multimodal data provided, but model does not support multimodal requests.")
+        return tokenize_mixed(vocab, prompt["prompt_string"], add_special, True)
+    raise InvalidRequest(BAD_PROMPT)
+
+
+def tokenize_prompts(vocab: Vocabulary, prompt: Any, add_special: bool = True) -> list[list[int]]:
+    """The prompts of a request body's `prompt`, each a list of ids (not checked yet, see `check_prompt`)."""
+    try:
+        if isinstance(prompt, list) and not any(_is_id(item) for item in prompt):
+            prompts = [_tokenize_one(vocab, item, add_special) for item in prompt]
+        else:
+            prompts = [_tokenize_one(vocab, prompt, add_special)]
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
+    if not prompts:
+        raise InvalidRequest('"prompt" must not be empty')
+    return prompts
+
+
+def check_prompt(vocab: Vocabulary, ids: list[int], n_ctx: int) -> None:
+    """Refuse ids outside the vocabulary and prompts that leave no room in the context."""
+    n_tokens = vocab.n_vocab
+    if ids and (min(ids) < 0 or max(ids) >= n_tokens):
+        raise InvalidRequest("Prompt contains invalid tokens")
+    if len(ids) >= n_ctx:
+        raise exceeds_context(len(ids), n_ctx)

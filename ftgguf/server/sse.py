@@ -1,0 +1,83 @@
+"""Server-sent events as llama-server writes them: `data: {json}` lines, comment pings while silent, exact headers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+
+from ftgguf.server.wire import dumps
+
+T = TypeVar("T")
+
+PING = b":\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def data(value: Any) -> bytes:
+    """One unnamed event."""
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+def event(name: str, value: Any) -> bytes:
+    """One named event (Anthropic, Responses)."""
+    return b"event: " + name.encode() + b"\ndata: " + dumps(value) + b"\n\n"
+
+
+class EventStream(EventSourceResponse):
+    """A stream of ready-made bytes with llama-server's headers; pings come from `with_pings`, not from a timer."""
+
+    def __init__(self, content: AsyncIterator[bytes]) -> None:
+        super().__init__(content, ping=0)
+        self.raw_headers = [(b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream")]
+
+
+async def with_pings(next_chunk: Callable[[], Awaitable[T]], interval: float, ping: bytes) -> AsyncIterator[T | bytes]:
+    """Chunks of `next_chunk`, with `ping` in between whenever `interval` seconds pass in silence (<= 0: never).
+
+    The iterator never ends by itself: the consumer stops it.
+    """
+    if interval <= 0:
+        while True:
+            yield await next_chunk()
+    task: asyncio.Future[T] | None = None
+    try:
+        while True:
+            if task is None:
+                task = asyncio.ensure_future(next_chunk())
+            done, _ = await asyncio.wait({task}, timeout=interval)
+            if done:
+                chunk, task = task.result(), None
+                yield chunk
+            else:
+                yield ping
+    finally:
+        if task is not None:
+            task.cancel()
+
+
+class Disconnected(Exception):
+    """The client left before it was answered."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """`work`'s result; cancels it and raises `Disconnected` as soon as the client is gone."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for future in (task, gone):
+            if not future.done():
+                future.cancel()
+
+
+async def _wait_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,95 @@
+"""What `serve` prints when it starts: one block about the model and the machine, and how to talk to it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ftgguf import __version__
+from ftgguf.engine.messages import Loading, Ready
+
+BAR = 30
+
+
+def size_text(size: float) -> str:
+    """Bytes in the largest unit that leaves at least one whole."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def count_text(count: int) -> str:
+    """Parameters, as models' names write them (30.5B)."""
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= limit:
+            return f"{count / limit:.1f}{unit}"
+    return str(count)
+
+
+def block(ready: Ready, name: str, urls: list[str], restarts: int = 0) -> str:
+    """The start-up block. `info`'s fields that are absent are left out."""
+    info = ready.info
+    rows = [("model", _model(info, name)), ("file", str(info.get("path", "")))]
+    threads = info.get("threads")
+    if threads:
+        batch = info.get("threads_batch", threads)
+        rows.append(("threads", f"{threads}" if batch == threads else f"{threads}, {batch} for prompts"))
+    train = info.get("n_ctx_train", 0)
+    context = f"{ready.n_ctx} tokens a request, {ready.n_slots} slots"
+    rows.append(("context", context + (f" (trained on {train})" if train else "")))
+    rows.append(("memory", _memory(info)))
+    rows += [("note", str(note)) for note in info.get("notes", ())]
+    rows += [("address", url) for url in urls]
+    lines = [f"ftgguf {__version__}"]
+    lines += [f"  {key:<8} {value}" for key, value in rows if value]
+    return "\n".join(lines)
+
+
+def _model(info: dict[str, Any], name: str) -> str:
+    parts = [str(info.get("name") or name), str(info.get("architecture", ""))]
+    if info.get("n_params"):
+        parts.append(count_text(int(info["n_params"])) + " parameters")
+    parts.append(str(info.get("file_type", "")))
+    if info.get("size"):
+        parts.append(size_text(info["size"]))
+    if info.get("n_expert"):
+        parts.append(f"{info['n_expert']} experts, {info.get('n_expert_used', 0)} used")
+    return ", ".join(part for part in parts if part)
+
+
+def _memory(info: dict[str, Any]) -> str:
+    parts = []
+    if info.get("resident"):
+        parts.append(f"{size_text(info['resident'])} resident")
+    if info.get("kv_bytes"):
+        parts.append(f"{size_text(info['kv_bytes'])} for {info.get('cells', '?')} KV cells")
+    if info.get("layout"):
+        parts.append(f"weights {info['layout']} ({info.get('layout_reason', '')})".replace(" ()", ""))
+    return "; ".join(parts)
+
+
+def example(url: str, key: bool) -> str:
+    """A line that says how to talk to the server."""
+    auth = " -H 'Authorization: Bearer YOUR_KEY'" if key else ""
+    target = url + "/v1/chat/completions"
+    if url.startswith("unix://"):
+        target = f"--unix-socket {url.removeprefix('unix://')} http://localhost/v1/chat/completions"
+    return (
+        f"Talk to it:  curl {target}{auth} -H 'Content-Type: application/json' "
+        '-d \'{"messages": [{"role": "user", "content": "Hello"}]}\''
+    )
+
+
+def show_progress(loading: Loading) -> None:
+    """One line of progress on a terminal that is overwritten; nothing where output is not a terminal."""
+    if sys.stderr.isatty():
+        filled = round(BAR * min(max(loading.fraction, 0.0), 1.0))
+        bar = "#" * filled + "." * (BAR - filled)
+        print(f"\r\033[K[{bar}] {loading.fraction:4.0%} {loading.stage}", end="", file=sys.stderr, flush=True)
+
+
+def end_progress() -> None:
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
