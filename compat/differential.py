@@ -166,9 +166,10 @@ def _texts(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             if isinstance(delta.get(name), str):
                 yield f"{index}.{name}", delta[name]
         for call in delta.get("tool_calls") or []:
-            arguments = (call.get("function") or {}).get("arguments")
-            if isinstance(arguments, str):
-                yield f"{index}.tool_calls.{call.get('index', 0)}", arguments
+            for name in ("name", "arguments"):
+                piece = (call.get("function") or {}).get(name)
+                if isinstance(piece, str):
+                    yield f"{index}.tool_calls.{call.get('index', 0)}.{name}", piece
 
 
 _CUT = {"content", "text", "reasoning_content", "arguments", "tokens", "tokens_predicted", "n_decoded"}
@@ -268,14 +269,15 @@ def record(url: str, requests: Iterable[Request], *, timeout_s: float = 120.0) -
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line; see the module's docstring."""
-    from compat.requests import REQUESTS
+    from compat.requests import REQUESTS, SCRIPTED
 
     parser = argparse.ArgumentParser(prog="python -m compat.differential", description=__doc__)
     parser.add_argument("urls", nargs="+", metavar="URL", help="ours and the peer's base URL; one with --record")
     parser.add_argument("--record", type=Path, metavar="FILE")
+    parser.add_argument("--scripted", action="store_true", help="the requests for the scripted model")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="requests whose name matches")
     options = parser.parse_args(arguments)
-    requests = [r for r in REQUESTS if fnmatchcase(r.name, options.only)]
+    requests = [r for r in (SCRIPTED if options.scripted else REQUESTS) if fnmatchcase(r.name, options.only)]
     if options.record:
         lines = [
             json.dumps({"name": name, **both}, ensure_ascii=False)

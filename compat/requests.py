@@ -145,3 +145,66 @@ ERRORS = (
 
 REQUESTS = (*READ_ONLY, *TOKENS, *COMPLETION, *OPENAI, *ERRORS)
 """In this order: later ones do not depend on what earlier ones left in the cache, as `cache_prompt` is off."""
+
+SCRIPT = (
+    "<think>\nThe user wants a caf\u00e9 \U0001f600; caf\u00e9 again and again.\n</think>\n\n"
+    'Hello there.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+)
+"""What the model of `scripted.make_scripted` must say for `SCRIPTED`: thinking, text with characters that are cut
+between tokens, and a tool call."""
+
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+_ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "Weather?"}], "max_tokens": 400, **_UNCACHED}
+
+
+def _scripted(name: str, **extra: Any) -> Request:
+    return _post(f"scripted {name}", "/v1/chat/completions", {**_ASK, **extra})
+
+
+_TURNS = [
+    {"role": "user", "content": "Weather?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "a", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "Sunny"},
+]
+
+SCRIPTED = (
+    _scripted("thinking"),
+    _scripted("thinking stream", stream=True),
+    _scripted("thinking raw", reasoning_format="none"),
+    _scripted("thinking raw stream", reasoning_format="none", stream=True),
+    _scripted("tools", tools=[_TOOL]),
+    _scripted("tools stream", tools=[_TOOL], stream=True),
+    _scripted("tools stream usage", tools=[_TOOL], stream=True, stream_options={"include_usage": True}),
+    _scripted("tools none", tools=[_TOOL], tool_choice="none"),
+    _scripted("tools after a result", tools=[_TOOL], messages=_TURNS),
+    _scripted("stop in the text", stop=["there"]),
+    _scripted("stop in the text stream", stop=["there"], stream=True),
+    _scripted("cut in the thinking", max_tokens=8),
+    _scripted("cut in a character", max_tokens=11, stream=True),
+    _scripted("cut in the tool call", tools=[_TOOL], max_tokens=36, stream=True),
+    _scripted("two choices", n=2),
+    _post("scripted completion", "/completion", {"prompt": "x", "n_predict": 400, **_UNCACHED}),
+    _post("scripted completion stream", "/completion", {"prompt": "x", "stream": True, **_UNCACHED}),
+    _post(
+        "scripted completion stop", "/completion", {"prompt": "x", "stop": ["\u00e9 ag"], "stream": True, **_UNCACHED}
+    ),
+    _post("scripted template", "/apply-template", {"messages": _TURNS, "tools": [_TOOL]}),
+)
+"""For a server on the scripted model; see `SCRIPT`."""

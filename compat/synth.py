@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFValueType, GGUFWriter, LlamaFileType
+from numpy.typing import NDArray
 
 from compat import vocab as vocabularies
 from compat.blocks import layout, nbytes, random_tensor
@@ -38,6 +39,7 @@ def make(
     seed: int = 1,
     scales: bool = False,
     name: str | None = None,
+    values: Mapping[str, NDArray[np.float32]] | None = None,
     progress: Callable[[float], None] | None = None,
     **sizes: Any,
 ) -> Path:
@@ -49,6 +51,7 @@ def make(
             llama-quantize does; an expert tensor raises instead.
         vocab: default: `vocab.tiny()`, 320 byte-level tokens.
         scales: add the second-level `.scale` tensors that NVFP4 files carry (float32 [1], or [experts]).
+        values: float32 values of tensors, by name, instead of random ones; such a tensor is F32.
         sizes: fields of `families.Sizes` that differ from the family's defaults.
 
     Returns:
@@ -67,13 +70,15 @@ def make(
     size = replace(FAMILIES[arch].defaults, **sizes)
     vocab = vocab or vocabularies.tiny()
     plan = _plan(arch, size, vocab.size, types, scales)
+    given = dict(values or {})
+    plan = [(weight, "F32") if weight.name in given else (weight, type_) for weight, type_ in plan]
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     writer = GGUFWriter(partial, arch)
     try:
         writer.add_name(name or f"synthetic-{arch}")
         _write_metadata(writer, arch, size, vocab, plan)
-        _write_tensors(writer, plan, np.random.default_rng(seed), progress)
+        _write_tensors(writer, plan, given, np.random.default_rng(seed), progress)
         writer.close()
         os.replace(partial, path)
     finally:
@@ -159,6 +164,7 @@ def _file_type(plan: list[tuple[Weight, str]]) -> int | None:
 def _write_tensors(
     writer: GGUFWriter,
     plan: list[tuple[Weight, str]],
+    given: Mapping[str, NDArray[np.float32]],
     rng: np.random.Generator,
     progress: Callable[[float], None] | None,
 ) -> None:
@@ -171,9 +177,11 @@ def _write_tensors(
     writer.write_ti_data_to_file()
     total, done = sum(nbytes(t, w.shape) for w, t in plan), 0
     for weight, type_ in plan:
-        if weight.fixed:
-            values = weight.mean + weight.std * rng.standard_normal(weight.shape, np.float32)
-            data: Any = values.astype(np.float32)
+        data: NDArray[Any]
+        if weight.name in given:
+            data = np.ascontiguousarray(np.broadcast_to(given[weight.name], weight.shape), np.float32)
+        elif weight.fixed:
+            data = (weight.mean + weight.std * rng.standard_normal(weight.shape, np.float32)).astype(np.float32)
         else:
             data = random_tensor(type_, weight.shape, weight.std, rng)
         writer.write_tensor_data(data)

@@ -8,6 +8,7 @@ tables, masks and samplers cost what they cost in service.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -43,7 +44,12 @@ CHAT_TEMPLATE = """\
 {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
 {%- if message.role == 'tool' %}
 {{- '<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- elif message.content %}{{- message.content }}{%- endif %}
+{%- else %}
+{%- if message.role == 'assistant' and message.reasoning_content %}
+{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
+{%- endif %}
+{%- if message.content %}{{- message.content }}{%- endif %}
+{%- endif %}
 {%- for call in message.tool_calls or [] %}
 {%- set function = call.function or call %}
 {{- '\\n<tool_call>\\n' + {'name': function.name, 'arguments': function.arguments} | tojson + '\\n</tool_call>' }}
@@ -79,7 +85,35 @@ def byte_alphabet() -> list[str]:
 @lru_cache(maxsize=1)
 def tiny() -> Vocab:
     """320 tokens: all bytes, merges for common English letter groups, `SPECIALS`, and unused ones to the end."""
-    tokens, merges = byte_alphabet(), []
+    tokens, merges = _tiny_tokens()
+    return _bpe(tokens, merges, 320, "qwen2")
+
+
+def with_pieces(pieces: Sequence[bytes]) -> tuple[Vocab, list[int]]:
+    """`tiny` with a token for each of `pieces` that no text is tokenised to, and the tokens' ids.
+
+    A piece that is one of `SPECIALS` is that token. ValueError for pieces that are equal or ordinary tokens already.
+    """
+    tokens, merges = _tiny_tokens()
+    alphabet = byte_alphabet()
+    specials = [name.encode() for name, _ in SPECIALS]
+    names = ["".join(alphabet[byte] for byte in piece) for piece in pieces if piece not in specials]
+    taken = {*tokens}.intersection(names)
+    if taken or len(set(pieces)) != len(pieces):
+        raise ValueError(f"pieces must be distinct and no tokens already: {sorted(taken) or 'some are equal'}")
+    ids = {name: len(tokens) + i for i, name in enumerate(names)}
+    first_special = len(tokens) + len(names)
+    size = -(-(first_special + len(SPECIALS)) // 32) * 32
+    places = [
+        first_special + specials.index(piece) if piece in specials else ids["".join(alphabet[b] for b in piece)]
+        for piece in pieces
+    ]
+    return _bpe([*tokens, *names], merges, size, "qwen2"), places
+
+
+def _tiny_tokens() -> tuple[list[str], list[str]]:
+    """Tokens (all bytes first) and merges of `tiny`."""
+    tokens, merges = byte_alphabet(), list[str]()
     seen = set(tokens)
 
     def merge(left: str, right: str) -> None:
@@ -93,7 +127,7 @@ def tiny() -> Vocab:
             merge(word[: end - 1], word[end - 1])
     for first in "tasiow":
         merge(byte_alphabet()[ord(" ")], first)
-    return _bpe(tokens, merges, 320, "qwen2")
+    return tokens, merges
 
 
 @lru_cache(maxsize=2)
