@@ -126,8 +126,9 @@ def _read_head(source: _Checked, model: str, n_ctx: int, n_vocab: int) -> tuple[
         raise SlotFileError("not a slot file of this program")
     if version != VERSION or length > 1 << 16:
         raise SlotFileError(f"version {version} of the format is not known here (this is {VERSION})")
+    text = source.read(length)
     try:
-        header = json.loads(source.read(length))
+        header = json.loads(text)
         n, cell_bytes, found = int(header["n_tokens"]), int(header["cell_bytes"]), str(header["fingerprint"])
     except (ValueError, KeyError, TypeError):
         raise SlotFileError("its header is damaged") from None

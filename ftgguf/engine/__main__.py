@@ -1,0 +1,91 @@
+"""The engine process: `python -m ftgguf.engine --fd N`, started by the front with one end of a socketpair.
+
+It takes the configuration that the front resolved, loads the model (`Loading` messages), says `Ready`, and serves until the
+socket closes. What it cannot go on from is one `Fatal`, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+from ftgguf.engine import messages as m
+from ftgguf.engine import scripted
+from ftgguf.engine.engine import Engine
+from ftgguf.engine.executor import ExecutorLost
+from ftgguf.engine.link import Link, LinkClosed, die_with_parent
+
+log = logging.getLogger("ftgguf.engine")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the engine process; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="ftgguf.engine", description="The engine process; started by ftgguf serve.")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket to the front")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the front decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    link = Link(socket.socket(fileno=arguments.fd))
+    try:
+        engine = start(link)
+        if engine is None:
+            return 1
+        link.loaded()
+        link.send([engine.ready()])
+        return serve(engine, link)
+    except LinkClosed as closed:
+        log.info("%s", closed)
+        return 0
+
+
+def start(link: Link) -> Engine | None:
+    """Load the model that the first frame names; None after a `Fatal`."""
+
+    def progress(stage: str, fraction: float) -> None:
+        link.send([m.Loading(stage=stage, fraction=fraction)])
+
+    try:
+        config = link.configuration()
+        if scripted.is_scripted(config.model.path):
+            load: Callable[..., Engine] = scripted.load_engine
+        else:
+            from ftgguf.engine.load import load_engine as load
+        engine = load(config, progress)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        log.debug("loading failed", exc_info=True)
+        link.finish([m.Fatal(message=str(error) or type(error).__name__)])
+        return None
+    gc.collect()
+    gc.freeze()  # the loaded model's objects need no more visits
+    gc.set_threshold(20_000, 20, 100)
+    return engine
+
+
+def serve(engine: Engine, link: Link) -> int:
+    """Step while there is work, sleep when there is none."""
+    while True:
+        wait = not engine.has_work
+        if wait:
+            gc.collect(1)
+        while (message := link.receive(wait)) is not None:
+            wait = False
+            if isinstance(message, m.Control) and message.action == "shutdown":
+                link.finish([*engine.drain(), m.Reply(id=message.id, ok=True)])
+                return 0
+            engine.handle(message)
+        try:
+            link.send(engine.step())
+        except ExecutorLost as error:
+            link.finish([*engine.drain(), m.Fatal(message=f"the executor is lost: {error}")])
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
