@@ -19,6 +19,10 @@ MAX_REGEX = 1 << 20
 """Characters of the longest expression, after rules are inlined."""
 
 
+OPTIONS = '%llguidance {"no_forcing": true}'
+"""Where only one text can follow, llguidance would allow only one way to cut it into tokens; llama.cpp allows all."""
+
+
 class GbnfError(ValueError):
     """The grammar is not GBNF, or too large; the text names the line."""
 
@@ -272,7 +276,7 @@ class _Writer:
         self.names = {name: "start" if name == "root" else f"r{i}" for i, name in enumerate(rules)}
 
     def grammar(self) -> str:
-        wanted, lines, seen = ["root"], ["%llguidance {}"], {"root"}
+        wanted, lines, seen = ["root"], [OPTIONS], {"root"}
         while wanted:
             name = wanted.pop()
             lines.append(f"{self.names[name]}: {self.lark(self.rules[name])}")

@@ -18,7 +18,7 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-from ftgguf.engine.gbnf import to_lark
+from ftgguf.engine.gbnf import OPTIONS, to_lark
 from ftgguf.engine.messages import Grammar
 from ftgguf.vocab import Vocab
 
@@ -60,7 +60,9 @@ class Compiled:
 
 
 def _short(message: str) -> str:
-    line = " ".join(message.split())
+    """One line, without llguidance's excerpt of the source."""
+    line = " ".join(re.split(r"\n\s*\d+ \| ", message)[0].split())
+    line = line.removeprefix("at 2(8): failed to compile JSON schema: ")  # our own line round a schema
     return line if len(line) <= 300 else line[:297] + "..."
 
 
@@ -95,18 +97,20 @@ def _compile_schema(source: str) -> Compiled:
         raise GrammarError(f"nested deeper than {MAX_SCHEMA_DEPTH}")
     if isinstance(schema, dict):
         schema = {key: value for key, value in schema.items() if key not in ("$schema", "x-guidance")}
-    text = json.dumps(schema)
     ignored: tuple[str, ...] = ()
     for lenient in (False, True):
         options = {"whitespace_pattern": JSON_SPACE, "lenient": lenient}
-        made = llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)
+        body = json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else {"x-guidance": options})
+        if schema is False:
+            raise GrammarError("the schema false allows nothing")
+        made = llguidance.LLMatcher.grammar_from_lark(f"{OPTIONS}\nstart: %json {body}\n")
         try:
             return Compiled(made, (*ignored, *_check(made)))
         except GrammarError as error:
             # Only a schema whose fault is a keyword that llama.cpp ignores as well is tried again without it.
-            named = re.match(r"Unimplemented keys: \[(.*)\]", str(error))
+            named = re.search(r"Unimplemented keys: \[([^\]]*)\]", str(error))
             keys = set(re.findall(r'"([^"]+)"', named[1])) if named else set()
-            ignorable = str(error).startswith("Unknown format") or (keys and keys <= _IGNORABLE)
+            ignorable = "Unknown format" in str(error) or (keys and keys <= _IGNORABLE)
             if lenient or not ignorable:
                 raise
             ignored = (f"not enforced: {_short(str(error))}",)
@@ -161,7 +165,11 @@ def _token_names(vocab: Vocab | None, source: str) -> tuple[dict[str, int], Call
 
 
 class _Tokens:
-    """What llguidance asks of a tokenizer: every token's bytes, and some way to write bytes as tokens."""
+    """What llguidance asks of a tokenizer: every token's bytes, and some way to write bytes as tokens.
+
+    llguidance knows one token for the same bytes, but SPM vocabularies have two for most ASCII characters (`a` and
+    `<0x61>`): the later ones are hidden from it, and allowed where the first is.
+    """
 
     is_tokenizer_wrapper = True
 
@@ -170,11 +178,21 @@ class _Tokens:
         self.bos_token_id = vocab.bos
         self.tokens = vocab.pieces(special=True)
         self.special_token_ids = sorted(vocab.eog_ids.union(vocab.control_texts.values()))
-
-    @cached_property
-    def _by_bytes(self) -> dict[bytes, int]:
         special = set(self.special_token_ids)
-        return {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+        self._by_bytes: dict[bytes, int] = {}
+        self.first: dict[int, int] = {}
+        """Token -> the first with the same bytes, where that is another."""
+        for token, piece in enumerate(self.tokens):
+            if piece and token not in special and (first := self._by_bytes.setdefault(piece, token)) != token:
+                self.first[token] = first
+                self.tokens[token] = b""
+        self._later = np.array(list(self.first), np.int64)
+        self._firsts = np.array(list(self.first.values()), np.int64)
+
+    def add_later(self, mask: Mask) -> None:
+        """Give every hidden token the bit of its first."""
+        bits = (mask[self._firsts >> 5] >> (self._firsts & 31).astype(np.uint32)) & 1
+        np.bitwise_or.at(mask, self._later >> 5, bits << (self._later & 31).astype(np.uint32))
 
     @cached_property
     def _longest(self) -> int:
@@ -242,8 +260,8 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """Asleep until one of `needles` appears. `recent` is the end of the text so far, token by token: as much of it as an
-    incomplete needle could use."""
+    """Asleep until one of `needles` appears. `recent` is the end of the text so far, token by token: as much of it as
+    an incomplete needle could use."""
 
     needles: tuple[bytes, ...]
     recent: tuple[Piece, ...] = ()
@@ -275,7 +293,7 @@ class Constraint:
         if self._waiting is None:
             if self._vocab.is_eog(token):
                 return self._checked(self._matcher.is_accepting())
-            return self._checked(self._matcher.validate_tokens([token]) == 1)
+            return self._checked(self._matcher.validate_tokens([self._first(token)]) == 1)
         if self._vocab.is_eog(token):
             return self._grammar.lazy
         try:
@@ -294,6 +312,7 @@ class Constraint:
         if self._waiting is None:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
             self._checked(True)
+            self._compiler.tokens.add_later(bits)
             return bits
         self._refused.add(refused)
         bits[:] = 0xFFFFFFFF
@@ -309,8 +328,11 @@ class Constraint:
         if self._waiting is not None:
             piece = self._vocab.piece(token, special=True)
             self._waiting, self._matcher = self._advance(self._waiting, token, piece)
-        elif not self._matcher.consume_token(token):
+        elif not self._matcher.consume_token(self._first(token)):
             raise GrammarError(_short(self._matcher.get_error()) or "the grammar does not allow this token")
+
+    def _first(self, token: int) -> int:
+        return self._compiler.tokens.first.get(token, token)
 
     def _for_triggers(self) -> _Waiting:
         return _Waiting(tuple(trigger.encode() for trigger in self._grammar.triggers))
@@ -346,7 +368,8 @@ class Constraint:
         for token, piece in pieces:
             if not piece:
                 continue
-            if token is not None and matcher.validate_tokens([token]) == 1 and matcher.consume_token(token):
+            first = None if token is None else self._first(token)
+            if first is not None and matcher.validate_tokens([first]) == 1 and matcher.consume_token(first):
                 continue
             if not matcher.consume_tokens(self._compiler.tokens(piece)):
                 raise GrammarError(f"the grammar does not allow the text that woke it: {piece!r}")
