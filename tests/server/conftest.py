@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -35,14 +36,9 @@ class FakeVocab:
 
     def tokenize(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
         ids = [1] if add_special else []
-        while text:
-            special = next((name for name in CONTROL if parse_special and text.startswith(name)), None)
-            if special:
-                ids.append(CONTROL[special])
-                text = text[len(special) :]
-            else:
-                ids += [byte + 3 for byte in text[0].encode()]
-                text = text[1:]
+        parts = re.split("(<s>|</s>)", text) if parse_special else [text]
+        for part in parts:
+            ids += [CONTROL[part]] if parse_special and part in CONTROL else [byte + 3 for byte in part.encode()]
         return ids
 
     def piece(self, token: int, special: bool = False) -> bytes:
