@@ -101,12 +101,13 @@ class KvCache:
         self.unpin(sequence)
         sequence.node = node
         n = length // PAGE
-        held = self.tree.held_pages(tokens)[:n]
-        if held != sequence.pages[:n]:
-            self.pool.retain(held)
-            self.pool.release(sequence.pages[:n])
-            sequence.pages[:n] = held
-            sequence.table[: n * PAGE] = cells_of(held)
+        held, own = self.tree.held_pages(tokens)[:n], sequence.pages[:n]
+        if held != own:
+            first = next(i for i in range(n) if held[i] != own[i])
+            self.pool.retain(held[first:])
+            self.pool.release(own[first:])
+            sequence.pages[first:n] = held[first:]
+            sequence.table[first * PAGE : n * PAGE] = cells_of(held[first:])
 
     def unpin(self, sequence: Sequence) -> bool:
         """Let the tree evict what the sequence uses of it (its own references keep its pages). False: nothing was."""

@@ -7,7 +7,7 @@ runs, because the executors read cells as views over [lowest, highest).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,28 +75,25 @@ class PagePool:
         self.n_free -= n
         return taken
 
-    def retain(self, pages: Iterable[int]) -> None:
-        """Add one reference to each of `pages`, which must be in use."""
-        refs = self._refs
-        for page in pages:
-            if refs[page] <= 0:
-                raise ValueError(f"page {page} is free: it cannot be shared")
-            refs[page] += 1
+    def retain(self, pages: Sequence[int]) -> None:
+        """Add one reference to each of `pages`: different pages, all in use."""
+        at = np.asarray(pages, dtype=np.int64)
+        if np.any(self._refs[at] <= 0):
+            raise ValueError(f"a page of {list(pages)[:8]} is free: it cannot be shared")
+        self._refs[at] += 1
 
-    def release(self, pages: Iterable[int]) -> int:
-        """Drop one reference from each of `pages`; returns how many became free."""
-        refs = self._refs
-        freed = 0
-        for page in pages:
-            left = refs[page] - 1
-            if left < 0:
-                raise ValueError(f"page {page} was released more often than it was taken")
-            refs[page] = left
-            freed += left == 0
+    def release(self, pages: Sequence[int]) -> int:
+        """Drop one reference from each of `pages` (different pages); returns how many became free."""
+        at = np.asarray(pages, dtype=np.int64)
+        left = self._refs[at] - 1
+        if np.any(left < 0):
+            raise ValueError(f"a page of {list(pages)[:8]} was released more often than it was taken")
+        self._refs[at] = left
+        freed = int(np.count_nonzero(left == 0))
         if freed:
-            self.n_free += int(freed)
+            self.n_free += freed
             self.version += 1
-        return int(freed)
+        return freed
 
     def _longest_run(self) -> tuple[int, int]:
         """(start, length) of the longest run of free pages, the lowest of equals; length 0 when none is free."""
