@@ -87,12 +87,16 @@ def _data_start(raw: bytes) -> int:
 
 
 def test_nvfp4_with_second_level_scales(tmp_path: Path) -> None:
-    """The `.scale` tensors are used by libllama: without them the logits would be others."""
+    """libllama multiplies by the `.scale` tensors: other scales for one tensor give other logits."""
     scaled = make("qwen3moe", tmp_path / "a.gguf", types="NVFP4", scales=True)
-    names = {t.name: t for t in GGUFReader(scaled).tensors}
-    assert tuple(names["blk.0.ffn_up_exps.scale"].shape) == (8,)
-    with Oracle(scaled, n_ctx=64) as oracle:
-        assert np.isfinite(oracle.prefill_logits(TOKENS)).all()
+    name = "blk.0.ffn_up_exps.scale"
+    tensor = next(t for t in GGUFReader(scaled).tensors if t.name == name)
+    assert tuple(tensor.shape) == (8,)
+    other = make("qwen3moe", tmp_path / "b.gguf", types="NVFP4", scales=True, values={name: 3 * np.array(tensor.data)})
+    with Oracle(scaled, n_ctx=64) as a, Oracle(other, n_ctx=64) as b:
+        logits = a.prefill_logits(TOKENS)
+        assert np.isfinite(logits).all()
+        assert nmse(b.prefill_logits(TOKENS), logits) > 1e-2
 
 
 def test_types_by_pattern_and_fallback(tmp_path: Path) -> None:

