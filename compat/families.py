@@ -160,6 +160,14 @@ def _qwen2(b: str, _i: int, s: Sizes) -> Iterator[Weight]:
     yield from dense_ffn(b, s)
 
 
+def _gemma3(b: str, _i: int, s: Sizes) -> Iterator[Weight]:
+    yield from attention(b, s, qk_norm="head")
+    yield norm(b + "post_attention_norm.weight", s.n_embd)
+    yield norm(b + "ffn_norm.weight", s.n_embd)
+    yield from dense_ffn(b, s)
+    yield norm(b + "post_ffw_norm.weight", s.n_embd)
+
+
 def _qwen3(b: str, _i: int, s: Sizes) -> Iterator[Weight]:
     yield from attention(b, s, qk_norm="head")
     yield norm(b + "ffn_norm.weight", s.n_embd)
@@ -273,6 +281,10 @@ def _expert_width(s: Sizes) -> dict[str, Any]:
     return {"expert_feed_forward_length": s.n_ff_expert} if s.n_expert else {}
 
 
+def _gemma3_metadata(s: Sizes) -> dict[str, Any]:
+    return {"attention.sliding_window": s.window}
+
+
 def _shared_width(s: Sizes) -> dict[str, Any]:
     extra = {"expert_shared_feed_forward_length": s.n_ff_shared} if s.n_ff_shared else {}
     return _expert_width(s) | extra
@@ -368,6 +380,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(_BASE, _llama_metadata, _llama),
     "qwen2": Family(_DENSE, _plain, _qwen2),
     "qwen3": Family(_DENSE, _plain, _qwen3),
+    "gemma3": Family(replace(_DENSE, n_layer=6), _gemma3_metadata, _gemma3, embedding_std=1 / 16),
     "qwen3moe": Family(_BASE, _expert_width, _qwen3),
     "qwen2moe": Family(_SHARED, _shared_width, _qwen2moe),
     "olmoe": Family(replace(_BASE, n_head_kv=4), _llama_metadata, _olmoe),
