@@ -1,0 +1,217 @@
+"""The command line of `ftgguf bench`: llama-bench's test flags, the comparison's own, any flag of `ftgguf serve`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftgguf.bench.plan import Test, int_list, make_tests, pair
+from ftgguf.flags.table import by_spelling
+
+FORMATS = ("md", "csv", "json", "jsonl")
+PEERS = ("llama.cpp", "ollama")
+
+USAGE = """usage: ftgguf bench [-m FILE] [options]              speed of ftgguf here, as llama-bench measures it
+       ftgguf bench [-m FILE] --against PEER ...     the same work on ftgguf and a peer, in turns
+       ftgguf bench trace [TRACE ...] ...            replay agent sessions over HTTP, alone or against a peer
+       ftgguf bench bw | cache | kernels ...         link and memory speed, expert caches, kernels: see their --help
+
+-m takes a .gguf file, demo or stories (default: demo). Every flag of `ftgguf serve` may follow: it goes to our engine,
+and to the peer where the peer has it.
+
+tests (lists 1,2,4 and ranges 8-64*2 give one row each):
+  -p, --n-prompt N        prompt tokens evaluated in batches (default: 512,2048)
+  -n, --n-gen N           tokens generated one by one (default: 128)
+  -pg PP,TG               both in one test
+  -d, --n-depth N         tokens of context before the test (default: 0)
+  -r, --repetitions N     timed repetitions of each test; rounds of a comparison (default: 5)
+  --no-warmup             no untimed run before the first repetition
+  -b N  -ub N  -t N       batch, physical batch, threads; -ctk T -ctv T: type of the KV cache
+  --seed N                of the random tokens (default: 1)
+
+output:
+  -o, --output FORMAT     md, csv, json or jsonl on standard output (default: md); a comparison has md and json
+  --html FILE             the report as one self-contained page with plots
+  --report FILE           the report as JSON, also when interrupted
+
+comparison:
+  --against PEER          llama.cpp, ollama, or the URL of any OpenAI server
+  --llama-server PATH     the llama-server to compare with (default: the one on PATH, else libllama in process)
+  --in-process            libllama of llama-cpp-python in process even where a llama-server is there
+  --peer xllamacpp        the llama-server of the xllamacpp wheel (AVX2 build: no headline ratio on better machines)
+  --peer-model NAME       what the peer calls the model (ollama, URL)
+  --peer-args "FLAGS"     further llama-server flags for the peer alone
+  --workload LIST         over HTTP: pp, tg, depth, suffix, streams (default: all but depth)
+  --timeout S             seconds without an answer after which a side counts as hung (default: 600)
+
+exit status: 0 measured and the outputs agree; 1 bad usage or our side failed; 2 the outputs differ by more than noise;
+3 not comparable (file, tokens, budget or instruction sets differ); 4 no peer, or the peer failed; 130 interrupted.
+"""
+
+DEFAULT_WORKLOADS = ("pp", "tg", "suffix", "streams")
+WORKLOADS = (*DEFAULT_WORKLOADS, "depth")
+
+
+class UsageError(ValueError):
+    """The command line is wrong; the text is one line."""
+
+
+@dataclass(slots=True)
+class Options:
+    """The parsed command line. `engine` holds the flags of `ftgguf serve`, in order."""
+
+    model: str = "demo"
+    prompts: list[int] = field(default_factory=list)
+    gens: list[int] = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    repetitions: int = 5
+    warm_up: bool = True
+    seed: int = 1
+    output: str = "md"
+    html: str = ""
+    report: str = ""
+    against: str = ""
+    llama_server: str = ""
+    in_process: bool = False
+    peer: str = ""
+    peer_model: str = ""
+    peer_args: str = ""
+    workloads: tuple[str, ...] = DEFAULT_WORKLOADS
+    timeout: float = 600.0
+    traces: list[str] = field(default_factory=list)
+    engine: list[str] = field(default_factory=list)
+    varied: dict[str, list[str]] = field(default_factory=dict)
+    """Engine flags that were given several values (`-t 1,2`): one instance of the engine for each combination."""
+
+    @property
+    def tests(self) -> tuple[Test, ...]:
+        given = self.prompts or self.gens or self.pairs
+        prompts = self.prompts if given else [512, 2048]
+        gens = self.gens if given else [128]
+        return make_tests(prompts, gens, self.pairs, self.depths or [0])
+
+    def engine_lines(self) -> list[list[str]]:
+        """Engine flags of each combination of the varied ones."""
+        lines = []
+        for values in itertools.product(*self.varied.values()):
+            given = [[flag, value] for flag, value in zip(self.varied, values, strict=True)]
+            lines.append([*self.engine, *itertools.chain(*given)])
+        return lines
+
+
+def _choice(allowed: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"'{text}' is none of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{text} is less than 1")
+    return value
+
+
+def _workloads(text: str) -> tuple[str, ...]:
+    return tuple(_choice(WORKLOADS)(part) for part in text.split(","))
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e6:
+        raise ValueError(f"{text} is no number of seconds")
+    return value
+
+
+_LISTS = {"-p": "prompts", "--n-prompt": "prompts", "-n": "gens", "--n-gen": "gens", "-d": "depths"}
+_LISTS["--n-depth"] = "depths"
+_SWITCHES: dict[str, tuple[str, bool]] = {"--no-warmup": ("warm_up", False), "--in-process": ("in_process", True)}
+_VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "-m": ("model", str),
+    "--model": ("model", str),
+    "-r": ("repetitions", _positive),
+    "--repetitions": ("repetitions", _positive),
+    "--seed": ("seed", int),
+    "-o": ("output", _choice(FORMATS)),
+    "--output": ("output", _choice(FORMATS)),
+    "--html": ("html", str),
+    "--report": ("report", str),
+    "--against": ("against", str),
+    "--llama-server": ("llama_server", str),
+    "--peer": ("peer", _choice(("xllamacpp",))),
+    "--peer-model": ("peer_model", str),
+    "--peer-args": ("peer_args", str),
+    "--workload": ("workloads", _workloads),
+    "--timeout": ("timeout", _seconds),
+}
+_VARIED = (
+    *("-b", "--batch-size", "-ub", "--ubatch-size", "-t", "--threads", "-ctk", "--cache-type-k", "-ctv"),
+    *("--cache-type-v", "-ngl", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe"),
+)
+
+
+def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
+    """The options of `argv`. `positional`: bare words are trace files. Raises UsageError."""
+    options = Options()
+    rest = list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if flag in _SWITCHES:
+            setattr(options, *_SWITCHES[flag])
+        elif not flag.startswith("-"):
+            if not positional:
+                raise UsageError(f"'{flag}' is no flag: the model goes after -m")
+            options.traces.append(flag)
+        elif flag in _LISTS or flag in _VALUES or flag == "-pg" or flag in _VARIED:
+            if not rest:
+                raise UsageError(f"{flag} needs a value")
+            _take(options, flag, rest.pop(0))
+        else:
+            _engine_flag(options, flag, rest)
+    _check(options)
+    return options
+
+
+def _take(options: Options, flag: str, text: str) -> None:
+    try:
+        if flag in _LISTS:
+            getattr(options, _LISTS[flag]).extend(int_list(text))
+        elif flag == "-pg":
+            options.pairs.append(pair(text))
+        elif flag in _VARIED:
+            options.varied.setdefault(flag, []).extend(text.split(","))
+        else:
+            name, convert = _VALUES[flag]
+            setattr(options, name, convert(text))
+    except ValueError as error:
+        raise UsageError(f"{flag}: {error}") from None
+
+
+def _engine_flag(options: Options, flag: str, rest: list[str]) -> None:
+    found = by_spelling().get(flag.replace("_", "-") if flag.startswith("--") else flag)
+    if found is None:
+        raise UsageError(f"unknown flag {flag}: see `ftgguf bench --help`; the flags of `ftgguf serve` go too")
+    options.engine.append(flag)
+    if found[0].takes_value:
+        if not rest:
+            raise UsageError(f"{flag} needs a value")
+        options.engine.append(rest.pop(0))
+
+
+def _check(options: Options) -> None:
+    against = options.against
+    if against and against not in PEERS and not against.startswith(("http://", "https://")):
+        raise UsageError(f"--against takes llama.cpp, ollama or the URL of a server, not '{against}'")
+    if not options.tests:
+        raise UsageError("nothing to measure: -p and -n are 0")
+    if against and options.output in ("csv", "jsonl"):
+        raise UsageError(f"-o {options.output}: a comparison is printed as md or json")
+    if against and any(len(values) > 1 for values in options.varied.values()):
+        flag = next(flag for flag, values in options.varied.items() if len(values) > 1)
+        raise UsageError(f"{flag}: a comparison takes one value")
