@@ -44,9 +44,7 @@ def round_even(x):
     if INTERPRET:
         return ((x + 12582912.0) - 12582912.0).to(tl.int32)
     else:
-        return tl.inline_asm_elementwise(
-            "cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1
-        )
+        return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 
 _LUT16_ASM: tl.constexpr = tl.constexpr("""
@@ -101,6 +99,7 @@ def lut16(w, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.conste
             pack=1,
         )
 
+
 # The two 16-entry int8 tables (IQ4's non-linear values, doubled E2M1), four values to a word, lowest index lowest.
 IQ4_0: tl.constexpr = tl.constexpr(-1079142271)
 IQ4_1: tl.constexpr = tl.constexpr(-152379953)
@@ -138,3 +137,13 @@ def tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     t = (1.0 - e) / (1.0 + e)
     return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a b. The interpreter multiplies the bits of bfloat16 as integers, so there the operands are widened first
+    (their products are exact in float32 either way)."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM300
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Products with 1 to 8 rows: up to three matrices that share their input in one launch."""
 

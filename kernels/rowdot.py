@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """The dot products of a tile of weight rows with up to eight activation rows, for any type: the core of the
 few-row kernels."""

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Integer dot products of the 32-element formats (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4) with Q8_0 or Q8_1.
 
@@ -13,7 +14,18 @@ import triton
 import triton.language as tl
 
 from .device import (
-    E2M1_0, E2M1_1, E2M1_2, E2M1_3, IQ4_0, IQ4_1, IQ4_2, IQ4_3, dot4, e8m0_half, half_bits, lut16,
+    E2M1_0,
+    E2M1_1,
+    E2M1_2,
+    E2M1_3,
+    IQ4_0,
+    IQ4_1,
+    IQ4_2,
+    IQ4_3,
+    dot4,
+    e8m0_half,
+    half_bits,
+    lut16,
 )  # fmt: skip
 
 

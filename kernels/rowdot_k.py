@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Integer dot products of Q4_K, Q5_K, Q6_K and IQ4_XS rows with Q8_K activations.
 

@@ -1,0 +1,254 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Attention over a paged KV cache: what decode and prefill share, and their launchers.
+
+Row m attends to positions 0..position[m] of its sequence; position p of sequence s lives in cell
+page_table[s, p // PAGE] * PAGE + p % PAGE. A window w keeps positions > position[m] - w (llama.cpp's standard sliding
+window), a chunk c keeps those of position[m]'s own chunk of c (its chunked one).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import dot, tanh
+from .kvcache import PAGE, KVCache
+
+
+@triton.jit
+def load_heads(p, scale, head, ok, i, HD: tl.constexpr, BD: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr):
+    """Tile [BN, BD] of cache heads `head` (int64 [BN]) in `DT`; zero outside `ok` [BN] and past HD."""
+    inside = ok[:, None] & (i < HD)[None, :]
+    x = tl.load(p + head[:, None] * HD + i[None, :], mask=inside, other=0)
+    if QUANT:
+        d = tl.load(scale + head[:, None] * (HD // 32) + (i // 32)[None, :], mask=inside, other=0.0)
+        x = x.to(tl.float32) * d.to(tl.float32)
+    return x.to(DT)
+
+
+@triton.jit
+def scores(s, scale, cap, CAP: tl.constexpr):
+    """Scaled scores, soft-capped as cap * tanh(s / cap)."""
+    s = s * scale
+    if CAP:
+        s = cap * tanh(s / cap)
+    return s
+
+
+@triton.jit
+def first_position(pos, window, WINDOW: tl.constexpr):
+    """The first position that a row at `pos` sees. WINDOW: 0 none, 1 sliding, 2 chunked."""
+    if WINDOW == 1:
+        return tl.maximum(pos - window + 1, 0)
+    elif WINDOW == 2:
+        return pos // window * window
+    else:
+        return pos * 0
+
+
+@triton.jit
+def _decode(
+    q, k, v, k_scale, v_scale, table, sequence, position, part, stat, table_stride, scale, cap, window,
+    HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, HV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BG: tl.constexpr, BN: tl.constexpr, SPLITS: tl.constexpr, PAGE_: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Program (row, kv head, split): part float32 [M, HQ, SPLITS, HV] unnormalised, stat [..., 2] its (max, sum)."""
+    m = tl.program_id(0)
+    h = tl.program_id(1)
+    split = tl.program_id(2)
+    G: tl.constexpr = HQ // HK
+    pos = tl.load(position + m)
+    seq = tl.load(sequence + m)
+    start = first_position(pos, window, WINDOW)
+    b0 = start // BN
+    blocks = pos // BN + 1 - b0
+    each = tl.cdiv(blocks, SPLITS)
+    lo = b0 + split * each
+    hi = tl.minimum(lo + each, pos // BN + 1)
+    g = tl.arange(0, BG)
+    i = tl.arange(0, BD)
+    iv = tl.arange(0, BV)
+    heads = m.to(tl.int64) * HQ + h * G + g
+    qt = tl.load(q + heads[:, None] * HD + i[None, :], mask=(g < G)[:, None] & (i < HD)[None, :], other=0.0).to(DT)
+    top = tl.full((BG,), float("-inf"), tl.float32)
+    total = tl.zeros((BG,), tl.float32)
+    acc = tl.zeros((BG, BV), tl.float32)
+    for b in tl.range(lo, hi):
+        at = b * BN + tl.arange(0, BN)
+        ok = (at <= pos) & (at >= start)
+        page = tl.load(table + seq.to(tl.int64) * table_stride + at // PAGE_, mask=ok, other=0)
+        head = (page.to(tl.int64) * PAGE_ + at % PAGE_) * HK + h
+        kt = load_heads(k, k_scale, head, ok, i, HD, BD, QUANT, DT)
+        s = scores(dot(qt, tl.trans(kt), tl.zeros((BG, BN), tl.float32), "ieee"), scale, cap, CAP)
+        s = tl.where(ok[None, :], s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp(s - new[:, None])
+        old = tl.exp(top - new)
+        total = total * old + tl.sum(p, 1)
+        vt = load_heads(v, v_scale, head, ok, iv, HV, BV, QUANT, DT)
+        acc = dot(p.to(DT), vt, acc * old[:, None], "ieee")
+        top = new
+    at = heads * SPLITS + split
+    tl.store(part + at[:, None] * HV + iv[None, :], acc, mask=(g < G)[:, None] & (iv < HV)[None, :])
+    tl.store(stat + at * 2, top, mask=g < G)
+    tl.store(stat + at * 2 + 1, total, mask=g < G)
+
+
+@triton.jit
+def _merge(
+    part, stat, sinks, out, HQ: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
+    SINK: tl.constexpr,
+):  # fmt: skip
+    """Join the splits of one (row, head); a sink joins the denominator as one more score without a value."""
+    head = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    i = tl.arange(0, BV)
+    top = tl.load(stat + (head * SPLITS + s) * 2)
+    total = tl.load(stat + (head * SPLITS + s) * 2 + 1)
+    best = tl.max(top, 0)
+    if SINK:
+        sink = tl.load(sinks + head % HQ)
+        best = tl.maximum(best, sink)
+    w = tl.exp(top - best)
+    denominator = tl.sum(w * total, 0)
+    if SINK:
+        denominator += tl.exp(sink - best)
+    o = tl.load(part + (head * SPLITS + s)[:, None] * HV + i[None, :], mask=(i < HV)[None, :], other=0.0)
+    tl.store(out + head * HV + i, (tl.sum(o * w[:, None], 0) / denominator).to(out.dtype.element_ty), mask=i < HV)
+
+
+@triton.jit
+def _prefill(
+    q, k, v, k_scale, v_scale, table, tiles, position, sinks, out, table_stride, scale, cap, window,
+    HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, HV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PAGE_: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    SINK: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Program (tile, query head): out [M, HQ, HV] for the tile's consecutive rows of one sequence."""
+    t = tl.program_id(0)
+    h = tl.program_id(1)
+    first = tl.load(tiles + 3 * t)
+    count = tl.load(tiles + 3 * t + 1)
+    seq = tl.load(tiles + 3 * t + 2)
+    r = tl.arange(0, BM)
+    row = first + tl.minimum(r, count - 1)
+    i = tl.arange(0, BD)
+    iv = tl.arange(0, BV)
+    pos = tl.load(position + row)
+    start = first_position(pos, window, WINDOW)
+    heads = row.to(tl.int64) * HQ + h
+    qt = tl.load(q + heads[:, None] * HD + i[None, :], mask=(i < HD)[None, :], other=0.0).to(DT)
+    top = tl.full((BM,), float("-inf"), tl.float32)
+    total = tl.zeros((BM,), tl.float32)
+    acc = tl.zeros((BM, BV), tl.float32)
+    for b in tl.range(tl.min(start, 0) // BN, tl.max(pos, 0) // BN + 1):
+        at = b * BN + tl.arange(0, BN)
+        near = at <= tl.max(pos, 0)
+        page = tl.load(table + seq.to(tl.int64) * table_stride + at // PAGE_, mask=near, other=0)
+        head = (page.to(tl.int64) * PAGE_ + at % PAGE_) * HK + h // (HQ // HK)
+        kt = load_heads(k, k_scale, head, near, i, HD, BD, QUANT, DT)
+        s = scores(dot(qt, tl.trans(kt), tl.zeros((BM, BN), tl.float32), "ieee"), scale, cap, CAP)
+        seen = (at[None, :] <= pos[:, None]) & (at[None, :] >= start[:, None])
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp(s - safe[:, None])
+        old = tl.exp(top - safe)
+        total = total * old + tl.sum(p, 1)
+        vt = load_heads(v, v_scale, head, near, iv, HV, BV, QUANT, DT)
+        acc = dot(p.to(DT), vt, acc * old[:, None], "ieee")
+        top = new
+    if SINK:
+        sink = tl.load(sinks + h)
+        best = tl.maximum(top, sink)
+        old = tl.exp(top - best)
+        acc = acc * old[:, None]
+        total = total * old + tl.exp(sink - best)
+    acc = acc / total[:, None]
+    tl.store(out + heads[:, None] * HV + iv[None, :], acc.to(out.dtype.element_ty),
+             mask=(r < count)[:, None] & (iv < HV)[None, :])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """How a layer attends: `scale` on the scores, `softcap` (0: none), `window` with `kind` `sliding` or `chunked`
+    (0: none), `sinks` float32 [HQ] or None."""
+
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    kind: str = "sliding"
+    sinks: torch.Tensor | None = None
+
+    @property
+    def window_code(self) -> int:
+        return 0 if self.window <= 0 else 2 if self.kind == "chunked" else 1
+
+
+_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
+
+
+def decode_splits(rows: int, kv_heads: int, programs: int = 264) -> int:
+    """Splits of the context per row: a power of two that gives about `programs` programs (two for each of 132
+    multiprocessors); fixed per row count, so a captured graph serves every context length."""
+    want = max(1, programs // max(1, rows * kv_heads))
+    return int(min(64, triton.next_power_of_2(want + 1) // 2))
+
+
+def attention_decode(
+    q: torch.Tensor, cache: KVCache, table: torch.Tensor, sequence: torch.Tensor, position: torch.Tensor,
+    spec: AttentionSpec, *, splits: int | None = None, dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of rows q [M, HQ, HD], each on its own; best for few rows. `table` int32 [sequences, pages],
+    `sequence` and `position` int32 [M]. Returns [M, HQ * HV] of `dtype`."""
+    m, hq, hd = q.shape
+    hk, hv = cache.v.shape[1:]
+    splits = splits or decode_splits(m, hk)
+    part = torch.empty(m, hq, splits, hv, dtype=torch.float32, device=q.device)
+    stat = torch.empty(m, hq, splits, 2, dtype=torch.float32, device=q.device)
+    out = torch.empty(m, hq * hv, dtype=dtype, device=q.device)
+    ck, cv, sk, sv = cache.tensors()
+    bd, bv = triton.next_power_of_2(hd), triton.next_power_of_2(hv)
+    _decode[(m, hk, splits)](
+        q, ck, cv, sk, sv, table, sequence, position, part, stat, table.stride(0), spec.scale, spec.softcap,
+        spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BG=max(16, triton.next_power_of_2(hq // hk)),
+        BN=32 if bd > 128 else 64, SPLITS=splits, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
+        QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4,
+    )  # fmt: skip
+    _merge[(m * hq,)](
+        part, stat, part if spec.sinks is None else spec.sinks, out, HQ=hq, HV=hv, BV=bv, SPLITS=splits,
+        SINK=spec.sinks is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def prefill_tiles(rows_per_sequence: list[tuple[int, int, int]], bm: int = 64) -> list[tuple[int, int, int]]:
+    """Split runs of consecutive rows (first row, rows, sequence) into tiles of at most `bm` rows, same fields."""
+    tiles = []
+    for first, rows, sequence in rows_per_sequence:
+        tiles += [(first + at, min(bm, rows - at), sequence) for at in range(0, rows, bm)]
+    return tiles
+
+
+def attention_prefill(
+    q: torch.Tensor, cache: KVCache, table: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
+    spec: AttentionSpec, *, bm: int = 64, dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of rows q [M, HQ, HD] in tiles of consecutive rows: `tiles` int32 [T, 3] from `prefill_tiles` (of at
+    most `bm` rows), `position` int32 [M]. Returns [M, HQ * HV] of `dtype`; rows in no tile stay unwritten."""
+    m, hq, hd = q.shape
+    hk, hv = cache.v.shape[1:]
+    out = torch.empty(m, hq * hv, dtype=dtype, device=q.device)
+    ck, cv, sk, sv = cache.tensors()
+    bd, bv = triton.next_power_of_2(hd), triton.next_power_of_2(hv)
+    _prefill[(tiles.shape[0], hq)](
+        q, ck, cv, sk, sv, table, tiles, position, out if spec.sinks is None else spec.sinks, out, table.stride(0),
+        spec.scale, spec.softcap, spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BM=bm,
+        BN=32 if bd > 128 else 64, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
+        SINK=spec.sinks is not None, QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out

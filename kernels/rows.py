@@ -1,0 +1,40 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+"""Rows of a weight matrix in floating point: the embedding look-up, and whole matrices."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dequant import dequant
+from .matrix import QuantMatrix
+
+
+@triton.jit
+def _get_rows(address, ids, tab, out, N, scale, T: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+    m = tl.program_id(0)
+    n = tl.load(ids + m)
+    n = tl.minimum(tl.maximum(n, 0), N - 1).to(tl.int64)
+    k = tl.program_id(1) * B + tl.arange(0, B)
+    v = dequant(T, base, n, tl.minimum(k, K - 1), K, tab) * scale
+    tl.store(out + m.to(tl.int64) * K + k, v.to(out.dtype.element_ty), mask=k < K)
+
+
+def get_rows(
+    w: QuantMatrix, ids: torch.Tensor, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Rows `ids` (int32 [M], clamped to the matrix) of `w` times `scale`, as `dtype` [M, K]."""
+    m = ids.numel()
+    out = torch.empty(m, w.k, dtype=dtype, device=ids.device)
+    block = min(512, triton.next_power_of_2(w.k))
+    _get_rows[(m, triton.cdiv(w.k, block))](
+        w.address, ids, w.grid, out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4
+    )
+    return out
+
+
+def dequantize(w: QuantMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """The whole matrix as `dtype` [N, K]."""
+    return get_rows(w, torch.arange(w.n, dtype=torch.int32, device=w.data.device), dtype=dtype)

@@ -1,0 +1,88 @@
+"""Experts by slot address: unlike types, missing pairs, poisoned slots, biases and scales, both regimes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE, ExpertCase
+from kernel_checks import check_experts
+
+from ftgguf.kernels.act import ACTIVATIONS
+from ftgguf.kernels.formats import Type
+from ftgguf.kernels.gemm import group_pairs
+from ftgguf.kernels.linear import ExpertBatch
+from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights
+
+MIXES = [
+    (Type.Q4_K, Type.Q4_K, Type.Q6_K),
+    (Type.Q4_K, Type.Q8_0, Type.Q5_0),
+    (Type.IQ2_XS, Type.IQ3_S, Type.IQ4_XS),
+    (Type.MXFP4, Type.MXFP4, Type.MXFP4),
+]
+
+
+def _name(mix: tuple[Type, ...]) -> str:
+    return "-".join(t.name for t in mix)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=_name)
+@pytest.mark.parametrize("m", [1, 3])
+def test_few_rows(mix: tuple[Type, Type, Type], m: int) -> None:
+    """Against float64 products of the dequantised experts."""
+    check_experts(ExpertCase(*mix, d=256, f=256, experts=5, seed=m), m, 2, 5, seed=m)
+
+
+@pytest.mark.parametrize("mix", MIXES[:2], ids=_name)
+def test_many_rows(mix: tuple[Type, Type, Type]) -> None:
+    check_experts(ExpertCase(*mix, d=256, f=256, experts=5, seed=7), 20, 2, 5, seed=7)
+
+
+@pytest.mark.parametrize("m", [2, 9])
+def test_bias_and_scale(m: int) -> None:
+    """gpt-oss biases and per-expert scales are indexed by expert, not by slot."""
+    case = ExpertCase(
+        Type.MXFP4, Type.MXFP4, Type.MXFP4, d=64, f=96, experts=4, seed=9, activation="swiglu_oai", extras=True
+    )
+    check_experts(case, m, 3, 4, seed=9)
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_activations(name: str) -> None:
+    gate = None if name == "relu2" else Type.Q8_0
+    case = ExpertCase(
+        gate, Type.Q8_0, Type.Q8_0, d=64, f=64, experts=3, seed=11, activation=name, limit=2.0, limit2=3.0
+    )
+    check_experts(case, 1, 2, 3, seed=11)
+    check_experts(case, 9, 2, 3, seed=12)
+
+
+def test_group_pairs() -> None:
+    """Each pair with a slot is in exactly one tile, of its own slot; the number of tiles depends on shapes only."""
+    ids = torch.tensor([[0, 2], [2, -1], [2, 0], [5, 2], [-1, -1]], dtype=torch.int32, device=DEVICE)
+    g = group_pairs(ids, 6, 2)
+    assert g.tile.shape == (min(10, 10 // 2 + 6), 3)
+    seen = []
+    for slot, start, count in g.tile.tolist():
+        if slot >= 0:
+            pairs = g.order[start : start + count].tolist()
+            assert 1 <= count <= 2
+            assert all(ids.reshape(-1)[p] == slot for p in pairs)
+            seen += pairs
+    assert sorted(seen) == [p for p in range(10) if ids.reshape(-1)[p] >= 0]
+
+
+def test_nothing_is_here() -> None:
+    """All experts elsewhere: no program touches memory, and the sum is zero."""
+    case = ExpertCase(Type.Q8_0, Type.Q8_0, Type.Q8_0, d=64, f=64, experts=3, seed=1)
+    ids = torch.full((2, 2), -1, dtype=torch.int32, device=DEVICE)
+    batch = ExpertBatch(ids, ids.clamp(min=0), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+    x = torch.randn(2, 64, device=DEVICE)
+    batch.down(batch.gate_up(x, case.weights), case.weights)
+
+
+def test_shapes_are_checked() -> None:
+    a = ExpertMatrix(Type.Q8_0, 64, 32, 0)
+    with pytest.raises(ValueError, match="gate and up columns"):
+        ExpertWeights(ExpertMatrix(Type.Q8_0, 64, 64, 0), a, ExpertMatrix(Type.Q8_0, 32, 64, 0))
+    with pytest.raises(ValueError, match="multiple of 16"):
+        ExpertMatrix(Type.Q8_0, 64, 32, 8)
