@@ -35,6 +35,7 @@ WINDOW = 1024
 FREE = -1
 _FREE_SCORE = -(1 << 31) + 1
 """Below every score: free slots go first."""
+_NOTHING = np.empty(0, np.int32)
 
 
 class Stat(IntEnum):
@@ -192,7 +193,7 @@ def _fill(s: Residency, layer: int, missing: I64, used: NDArray[np.bool_]) -> tu
     share, least = (int(x) for x in s.split[layer])
     q = balanced_fills(len(missing), share, least)
     if q == 0 or s.class_count[s.layer_class[layer]] == 0:
-        return np.empty(0, np.int32), np.empty(0, np.int32)
+        return _NOTHING, _NOTHING
     slots, value = _candidates(s, layer, used)
     q = min(q, len(slots))
     fast, slow = s.key[:, layer, missing]
@@ -216,7 +217,7 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
     now = int(s.clock[0])
     if now >= s.policy.clock_limit(s.layers):
         raise ValueError(f"clock {now} passed {s.policy.clock_limit(s.layers)}: rebase the keys at a safe point")
-    entries = ids.reshape(-1).astype(np.int64)
+    entries = np.maximum(ids.reshape(-1), -1).astype(np.int64)
     if entries.size and entries.max() >= s.experts:
         raise ValueError(f"routed id {entries.max()} in layer {layer}, but there are {s.experts} experts")
     valid = entries >= 0
@@ -230,13 +231,18 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
     if len(missing):
         fill_lanes, fill_slots = _fill(s, layer, missing, used)
     else:
-        fill_lanes = fill_slots = np.empty(0, np.int32)
-    place = np.where(valid, s.slot_of[layer, np.where(valid, entries, 0)], FREE).astype(np.int32)
-    on_cpu = used & (s.slot_of[layer] < 0)
-    cpu_expert = np.flatnonzero(on_cpu).astype(np.int32)
-    cpu_entry = np.flatnonzero(valid & (place < 0))
-    cpu_rows = cpu_entry[np.argsort(entries[cpu_entry], kind="stable")].astype(np.int32)
-    per_expert = np.bincount(entries[cpu_entry], minlength=s.e_pad)[cpu_expert]
+        fill_lanes = fill_slots = _NOTHING
+    place = s.slot_of[layer, entries]  # an id of -1 reads the last lane, and is masked below
+    if not valid.all():
+        place = np.where(valid, place, FREE).astype(np.int32)
+    if len(missing) > len(fill_lanes):
+        cpu_expert = lanes[s.slot_of[layer, lanes] < 0].astype(np.int32)
+        cpu_entry = np.flatnonzero(valid & (place < 0))
+        cpu_rows = cpu_entry[np.argsort(entries[cpu_entry], kind="stable")].astype(np.int32)
+        per_expert = np.bincount(entries[cpu_entry], minlength=s.e_pad)[cpu_expert]
+        cpu_start = np.concatenate(([0], np.cumsum(per_expert))).astype(np.int32)
+    else:
+        cpu_expert, cpu_start, cpu_rows = _NOTHING, np.zeros(1, np.int32), _NOTHING
     hits = len(lanes) - len(missing)
     counts = (1, valid.sum(), len(lanes), hits, len(missing), len(fill_lanes), len(cpu_expert), len(cpu_rows))
     s.stats[layer] += np.asarray(counts, np.int64)
@@ -248,7 +254,7 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
         fill_src=s.host_base[layer] + fill_lanes[:, None].astype(np.int64) * s.host_stride[layer],
         fill_dst=s.slot_addr[fill_slots],
         cpu_expert=cpu_expert,
-        cpu_start=np.concatenate(([0], np.cumsum(per_expert))).astype(np.int32),
+        cpu_start=cpu_start,
         cpu_rows=cpu_rows,
     )
 
