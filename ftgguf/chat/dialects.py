@@ -276,21 +276,30 @@ def detect(source: str) -> Dialect | None:
     return None
 
 
+_DEEPSEEK_TOKENS = tuple(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep"))
+_GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+
 TOOL_MARKERS: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
-    (("<｜tool▁calls▁begin｜>",), "deepseek", ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-                                              "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_r1", _DEEPSEEK_TOKENS),
+    (("<｜tool▁calls▁begin｜>",), "deepseek", _DEEPSEEK_TOKENS),
     (("<minimax:tool_call>",), "minimax_m2", ("<minimax:tool_call>", "</minimax:tool_call>")),
     (("<seed:tool_call>",), "seed", ("<seed:tool_call>", "</seed:tool_call>")),
-    (("<tool_call>", "<arg_key>"), "glm", ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>",
-                                           "</arg_value>")),
+    (("<tool_call>", "<arg_key>"), "glm", _GLM_TOKENS),
     (("<tool_call>", "<function=", "<parameter="), "qwen3_coder", ("<tool_call>", "</tool_call>")),
-    (("[TOOL_CALLS]",), "mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    (("[TOOL_CALLS]", "[ARGS]"), "mistral", ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    (("[TOOL_CALLS]",), "mistral_list", ("[TOOL_CALLS]",)),
     (("<TOOLCALL>",), "nemotron", ("<TOOLCALL>", "</TOOLCALL>")),
     (("<|tools_prefix|>",), "apertus", ("<|tools_prefix|>", "<|tools_suffix|>")),
+    (("<|START_ACTION|>",), "cohere", ("<|START_ACTION|>", "<|END_ACTION|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>")),
+    (("<|tool_call:begin|>",), "solar", ("<|tool_calls|>", "<|tool_call:begin|>", "<|tool_call:name|>",
+                                         "<|tool_call:args|>", "<|tool_call:end|>", "<|calls|>")),
+    (("<tool_sep", "arg_key"), "hy3", ()),
+    (("<|function_call|>", "<|role_sep|>"), "gigachat_31", ("<|function_call|>",)),
     (("<tool_calls>", "</tool_calls>"), "tool_calls_list", ("<tool_calls>", "</tool_calls>")),
     (("<|tool_call|>",), "granite", ("<|tool_call|>",)),
     (("<tool_call>",), "hermes", ("<tool_call>", "</tool_call>")),
     (("functools[",), "functools", ()),
+    (("<function=", "</function>"), "function_tag", ()),
     (("<|python_tag|>",), "llama3", ("<|python_tag|>",)),
     (('{"name": function name, "parameters"',), "llama3", ()),
 )  # fmt: skip
