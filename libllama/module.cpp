@@ -102,8 +102,9 @@ void bind_vocab(nb::module_ &m) {
     nb::class_<Vocab>(m, "Vocab")
         .def(nb::init<const std::string &>(), "path"_a, nb::call_guard<nb::gil_scoped_release>())
         .def("tokenize", &tokenize, "text"_a, "add_special"_a, "parse_special"_a)
-        .def("piece", [](const Vocab &v, std::int64_t id, bool special) { return to_bytes(v.piece(v.check(id), special)); },
-             "id"_a, "special"_a)
+        .def("piece", [](const Vocab &v, std::int64_t id, bool special) {
+            return to_bytes(v.piece(v.check(id), special));
+        }, "id"_a, "special"_a)
         .def("pieces", &pieces, "special"_a)
         .def("join_pieces", &join_pieces, "ids"_a, "special"_a)
         .def("detokenize", &detokenize, "ids"_a, "remove_special"_a, "special"_a)
@@ -183,7 +184,8 @@ struct PyChain {  // the chain keeps its vocabulary alive
 void bind_sampler(nb::module_ &m) {
     nb::class_<PyChain>(m, "SamplerChain")
         .def(nb::init<std::shared_ptr<Vocab>, const nb::object &>(), "vocab"_a, "params"_a)
-        .def("sample", [](PyChain &p, const Logits &logits, const std::optional<Mask> &mask, const std::optional<Ids> &ids) {
+        .def("sample", [](PyChain &p, const Logits &logits, const std::optional<Mask> &mask,
+                          const std::optional<Ids> &ids) {
             return sample(*p.chain, *p.vocab, logits, ids, mask);
         }, "logits"_a, "mask"_a = nb::none(), "ids"_a = nb::none())
         .def("accept", [](PyChain &p, std::int64_t id) { p.chain->accept(p.vocab->check(id)); }, "id"_a)

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <list>
 #include <mutex>
 #include <stdexcept>
 
 #include "log.hpp"
+#include "scan.hpp"
 
 namespace ftgguf {
 
@@ -18,6 +20,8 @@ constexpr std::size_t MAX_BREAKERS = 64;       // each costs a pass over the voc
 constexpr std::size_t MAX_SAMPLERS = 64;
 constexpr std::size_t MAX_INFILL = 4096;       // infill compares all pairs of candidates
 constexpr std::size_t MAX_DRY_CACHE = 8;
+constexpr std::size_t MAX_MODIFIED = 1024;     // tokens that bias and penalties may change on the short way
+constexpr std::size_t MAX_SHORT_K = 512;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 void require(bool ok, const std::string &message) {
@@ -85,9 +89,9 @@ bool infill_is_safe(const Vocab &vocab) {
 
 // A DRY sampler looks at every piece of the vocabulary for every breaker when it is made (0.1 s at 150k ids), and
 // copies the result when it is cloned; so the last few are kept, untouched, and cloned.
-llama_sampler *make_dry(const std::shared_ptr<const Vocab> &vocab, const ChainParams &p) {
+llama_sampler *make_dry(const Vocab &vocab, const ChainParams &p) {
     struct Entry {
-        std::weak_ptr<const Vocab> vocab;
+        std::uint64_t vocab;
         float multiplier, base;
         std::int32_t allowed, last_n;
         std::vector<std::string> breakers;
@@ -98,7 +102,7 @@ llama_sampler *make_dry(const std::shared_ptr<const Vocab> &vocab, const ChainPa
     const std::int32_t last_n = std::min(p.dry_penalty_last_n, MAX_HISTORY);
     const std::lock_guard<std::mutex> lock(mutex);
     for (auto it = cache.begin(); it != cache.end(); ++it) {
-        if (it->vocab.lock() == vocab && it->multiplier == p.dry_multiplier && it->base == p.dry_base &&
+        if (it->vocab == vocab.serial() && it->multiplier == p.dry_multiplier && it->base == p.dry_base &&
             it->allowed == p.dry_allowed_length && it->last_n == last_n && it->breakers == p.dry_sequence_breakers) {
             cache.splice(cache.begin(), cache, it);
             return llama_sampler_clone(it->sampler);
@@ -107,9 +111,10 @@ llama_sampler *make_dry(const std::shared_ptr<const Vocab> &vocab, const ChainPa
     std::vector<const char *> breakers;
     for (const auto &text : p.dry_sequence_breakers) breakers.push_back(text.c_str());
     const LogCapture quiet;  // it warns about empty and long breakers
-    llama_sampler *made = llama_sampler_init_dry(vocab->get(), p.dry_multiplier, p.dry_base, p.dry_allowed_length,
+    llama_sampler *made = llama_sampler_init_dry(vocab.get(), p.dry_multiplier, p.dry_base, p.dry_allowed_length,
                                                  last_n, breakers.data(), breakers.size());
-    cache.push_front({vocab, p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n, p.dry_sequence_breakers, made});
+    cache.push_front({vocab.serial(), p.dry_multiplier, p.dry_base, p.dry_allowed_length, last_n,
+                      p.dry_sequence_breakers, made});
     if (cache.size() > MAX_DRY_CACHE) {
         llama_sampler_free(cache.back().sampler);
         cache.pop_back();
@@ -146,6 +151,9 @@ void SamplerChain::build(const ChainParams &p) {
     if (!biases.empty()) {
         add(llama_sampler_init_logit_bias(vocab_->size(), std::int32_t(biases.size()), biases.data()));
     }
+    std::vector<Token> biased;
+    for (const auto &bias : biases) biased.push_back(bias.token);
+    plan(p, std::move(biased));
     if (p.mirostat != 0) {
         add(llama_sampler_init_temp(p.temperature));
         add(p.mirostat == 1
@@ -165,7 +173,7 @@ void SamplerChain::add_named(const std::string &name, const ChainParams &p, bool
         add(llama_sampler_init_penalties(vocab_->size(), std::min(p.repeat_last_n, MAX_HISTORY), p.repeat_penalty,
                                          p.frequency_penalty, p.presence_penalty));
     } else if (name == "dry") {
-        if (p.dry_multiplier != 0 && p.dry_base >= 1 && p.dry_penalty_last_n != 0) add(make_dry(vocab_, p));
+        if (p.dry_multiplier != 0 && p.dry_base >= 1 && p.dry_penalty_last_n != 0) add(make_dry(*vocab_, p));
     } else if (name == "top_n_sigma") {
         add(llama_sampler_init_top_n_sigma(p.top_n_sigma));
     } else if (name == "top_k") {
@@ -191,33 +199,70 @@ void SamplerChain::add_named(const std::string &name, const ChainParams &p, bool
     }
 }
 
+void SamplerChain::plan(const ChainParams &p, std::vector<Token> biased) {
+    Shortcut made;
+    made.biased = std::move(biased);
+    if (p.mirostat != 0 || made.biased.size() > MAX_MODIFIED) return;
+    for (const auto &name : p.samplers) {
+        if (name == "top_k" && p.top_k > 0) {
+            made.k = std::size_t(p.top_k);
+            break;
+        }
+        const bool penalties = p.repeat_penalty != 1 || p.frequency_penalty != 0 || p.presence_penalty != 0;
+        if (name == "penalties" && penalties) {
+            made.window = std::max(made.window, std::size_t(p.repeat_last_n));
+        } else if (name == "dry" && p.dry_multiplier != 0 && p.dry_base >= 1) {
+            made.window = std::max(made.window, std::size_t(p.dry_penalty_last_n));
+        } else if ((name == "top_n_sigma" && p.top_n_sigma > 0) || (name == "typ_p" && p.typical_p < 1) ||
+                   (name == "top_p" && p.top_p < 1) || (name == "min_p" && p.min_p > 0) || name == "infill" ||
+                   name == "temperature" || (name == "xtc" && p.xtc_probability > 0 && p.xtc_threshold <= 0.5f)) {
+            return;  // it sees more than single tokens, and comes before top_k
+        }
+    }
+    if (made.k > MAX_SHORT_K || made.window > MAX_MODIFIED) return;
+    history_.resize(made.window);
+    shortcut_ = std::move(made);
+}
+
+// Fills all_ with the candidates that top_k can keep, if that is certain: of the tokens that nothing changes the best
+// k, and every token that something may change. Equal logits at the border or inside would be ordered by chance, so
+// then the answer is no.
+bool SamplerChain::shortlist(const float *logits, std::size_t n) {
+    if (shortcut_.k == 0) return false;
+    std::vector<Token> changed = shortcut_.biased;
+    const auto remembered = std::ptrdiff_t(std::min(accepted_, history_.size()));
+    changed.insert(changed.end(), history_.begin(), history_.begin() + remembered);
+    std::sort(changed.begin(), changed.end());
+    changed.erase(std::unique(changed.begin(), changed.end()), changed.end());
+    const std::size_t want = shortcut_.k + changed.size() + 1;
+    if (want * 4 > n / SCAN_BLOCK) return false;  // no gain
+    const Scan found = scan(logits, n);
+    if (!found.numbers) return false;  // the long way reports it
+    const float bound = bound_for(found, want);
+    if (bound == -INF) return false;
+    std::vector<std::pair<float, std::int32_t>> best;
+    collect(logits, n, found, bound, best);
+    all_.clear();
+    std::vector<float> values;
+    for (const auto &[logit, id] : best) {
+        if (std::binary_search(changed.begin(), changed.end(), id)) continue;
+        values.push_back(logit);
+        all_.push_back({id, logit, 0.0f});
+    }
+    for (const Token id : changed) {
+        values.push_back(logits[id]);
+        all_.push_back({id, logits[id], 0.0f});
+    }
+    const auto front = values.begin() + std::ptrdiff_t(std::min(values.size(), want));
+    std::partial_sort(values.begin(), front, values.end(), std::greater<float>());
+    if (std::adjacent_find(values.begin(), front) != front) return false;
+    return true;
+}
+
 Token SamplerChain::sample(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask) {
     size_ = 0;
-    all_.resize(n);
-    bool bad = false;
-    float best = -INF;
-    if (ids == nullptr) {
-        for (std::size_t i = 0; i < n; ++i) {
-            const float logit = logits[i];
-            bad |= !(logit < INF);  // NaN and plus infinity
-            best = logit > best ? logit : best;
-            all_[i] = {Token(i), logit, 0.0f};
-        }
-    } else {
-        for (std::size_t i = 0; i < n; ++i) {
-            bad |= !(logits[i] < INF);
-            best = std::max(best, logits[i]);
-            all_[i] = {vocab_->check(ids[i]), logits[i], 0.0f};
-        }
-    }
-    if (bad) throw NoCandidate("the model gave logits that are not numbers (NaN or infinity)");
-    if (best == -INF) throw NoCandidate("every logit is minus infinity");
-    if (mask != nullptr) {
-        for (auto &candidate : all_) {
-            if ((mask[candidate.id >> 5] >> (candidate.id & 31) & 1) == 0) candidate.logit = -INF;
-        }
-    }
-    llama_token_data_array view{all_.data(), n, -1, false};
+    if (ids != nullptr || mask != nullptr || !shortlist(logits, n)) fill(logits, ids, n, mask);
+    llama_token_data_array view{all_.data(), all_.size(), -1, false};
     llama_sampler_apply(chain_, &view);
     if (view.selected < 0 || std::size_t(view.selected) >= view.size) throw NoCandidate("the samplers chose no token");
     const llama_token_data chosen = view.data[view.selected];
@@ -231,15 +276,37 @@ Token SamplerChain::sample(const float *logits, const std::int32_t *ids, std::si
     return chosen.id;
 }
 
-void SamplerChain::accept(Token id) { llama_sampler_accept(chain_, vocab_->check(id)); }
+void SamplerChain::fill(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask) {
+    all_.resize(n);
+    bool bad = false;
+    float best = -INF;
+    for (std::size_t i = 0; i < n; ++i) {
+        const float logit = logits[i];
+        bad |= !(logit < INF);  // NaN and plus infinity
+        best = logit > best ? logit : best;
+        all_[i] = {ids == nullptr ? Token(i) : vocab_->check(ids[i]), logit, 0.0f};
+    }
+    if (bad) throw NoCandidate("the model gave logits that are not numbers (NaN or infinity)");
+    if (best == -INF) throw NoCandidate("every logit is minus infinity");
+    if (mask == nullptr) return;
+    for (auto &candidate : all_) {
+        if ((mask[candidate.id >> 5] >> (candidate.id & 31) & 1) == 0) candidate.logit = -INF;
+    }
+}
+
+void SamplerChain::accept(Token id) {
+    llama_sampler_accept(chain_, vocab_->check(id));
+    if (!history_.empty()) history_[accepted_++ % history_.size()] = id;
+}
 
 void SamplerChain::accept_all(const std::vector<Token> &ids) {
     for (const Token id : ids) vocab_->check(id);
-    for (const Token id : ids) llama_sampler_accept(chain_, id);
+    for (const Token id : ids) accept(id);
 }
 
 void SamplerChain::reset() {
     size_ = 0;
+    accepted_ = 0;
     llama_sampler_reset(chain_);
 }
 
@@ -270,28 +337,16 @@ TopLogprobs top_logprobs(const float *logits, std::size_t n, Token chosen, std::
         return a.first > b.first || (a.first == b.first && a.second < b.second);
     };
     n_top = std::min(n_top, n);
-    float best = -INF;
-    for (std::size_t i = 0; i < n; ++i) best = logits[i] > best ? logits[i] : best;
-    // A heap of the n_top best whose root is the worst of them: most tokens fail one comparison with the root.
-    std::vector<Entry> heap;
-    heap.reserve(n_top + 1);
-    double sum = 0;
-    for (std::size_t i = 0; i < n; ++i) {
-        sum += std::exp(logits[i] - best);
-        const Entry entry{logits[i], Token(i)};
-        if (heap.size() < n_top) {
-            heap.push_back(entry);
-            std::push_heap(heap.begin(), heap.end(), better);
-        } else if (n_top > 0 && better(entry, heap.front())) {
-            std::pop_heap(heap.begin(), heap.end(), better);
-            heap.back() = entry;
-            std::push_heap(heap.begin(), heap.end(), better);
-        }
-    }
-    if (!std::isfinite(sum) || !std::isfinite(best)) {
+    const Scan found = scan(logits, n);
+    if (!found.numbers || found.best == -INF) {
         throw NoCandidate("the model gave logits that are not numbers (NaN or infinity)");
     }
-    std::sort_heap(heap.begin(), heap.end(), better);
+    const float best = found.best;
+    const double sum = sum_exp(logits, n, best);
+    std::vector<Entry> list;
+    collect(logits, n, found, bound_for(found, n_top), list);
+    std::partial_sort(list.begin(), list.begin() + std::ptrdiff_t(n_top), list.end(), better);
+    list.resize(n_top);
     const double log_sum = std::log(sum);
     const auto value = [&](float logit) {
         // llama-server's float probability is 0 here, and the log it reports the lowest float
@@ -299,7 +354,7 @@ TopLogprobs top_logprobs(const float *logits, std::size_t n, Token chosen, std::
         return float(double(logit) - double(best) - log_sum);
     };
     TopLogprobs result{value(logits[chosen]), {}};
-    for (const auto &[logit, id] : heap) result.top.emplace_back(id, value(logit));
+    for (const auto &[logit, id] : list) result.top.emplace_back(id, value(logit));
     return result;
 }
 

@@ -61,12 +61,26 @@ class SamplerChain {
     std::vector<std::string> names() const;
 
   private:
+    // What it takes to run the chain on a few candidates with the same result: top_k comes first but for samplers that
+    // change single tokens (bias, penalties, DRY), and which tokens those are is known.
+    struct Shortcut {
+        std::size_t k = 0;       // 0: not possible
+        std::size_t window = 0;  // accepted tokens that penalties or DRY look back on
+        std::vector<Token> biased;
+    };
+
     void add(llama_sampler *sampler);
+    void plan(const ChainParams &params, std::vector<Token> biased);
+    bool shortlist(const float *logits, std::size_t n);
+    void fill(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask);
     void build(const ChainParams &params);
     void add_named(const std::string &name, const ChainParams &params, bool &adaptive);
 
     std::shared_ptr<const Vocab> vocab_;
     llama_sampler *chain_ = nullptr;
+    Shortcut shortcut_;
+    std::vector<Token> history_;  // a ring of the last `window` accepted tokens
+    std::size_t accepted_ = 0;
     std::vector<llama_token_data> all_;
     llama_token_data *data_ = nullptr;  // into all_, after the chain
     std::size_t size_ = 0;

@@ -1,6 +1,7 @@
 #include "vocab.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
 #include <limits>
 #include <stdexcept>
@@ -23,6 +24,8 @@ constexpr std::size_t SMALL_RUN = 2048;
 constexpr std::size_t MAX_RUN = std::size_t(1) << 21;
 constexpr std::size_t STACK_PER_BYTE = 2048;
 constexpr std::size_t STACK_BASE = std::size_t(16) << 20;
+
+std::atomic<std::uint64_t> next_serial{1};
 
 bool is_space(unsigned char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -82,7 +85,7 @@ template <class Fill> std::string grown(std::size_t guess, Fill fill) {
 
 }  // namespace
 
-Vocab::Vocab(const std::string &path) {
+Vocab::Vocab(const std::string &path) : serial_(next_serial++) {
     LogCapture log;
     llama_model_params params = llama_model_default_params();
     params.vocab_only = true;
@@ -138,7 +141,9 @@ std::vector<Token> Vocab::tokenize_here(std::string_view text, bool add_special,
 
 std::string Vocab::piece(Token id, bool special) const {
     check(id);
-    return grown(32, [&](char *out, std::int32_t room) { return llama_token_to_piece(vocab_, id, out, room, 0, special); });
+    return grown(32, [&](char *out, std::int32_t room) {
+        return llama_token_to_piece(vocab_, id, out, room, 0, special);
+    });
 }
 
 std::vector<std::string> Vocab::pieces(bool special) const {

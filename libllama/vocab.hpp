@@ -32,6 +32,7 @@ class Vocab {
     Token check(std::int64_t id) const;  // id, or throws std::out_of_range
     const llama_vocab *get() const { return vocab_; }
     std::int32_t size() const { return size_; }
+    std::uint64_t serial() const { return serial_; }  // no other Vocab of this process has it
 
   private:
     std::vector<Token> tokenize_here(std::string_view text, bool add_special, bool parse_special) const;
@@ -39,6 +40,7 @@ class Vocab {
     llama_model *model_ = nullptr;
     const llama_vocab *vocab_ = nullptr;
     std::int32_t size_ = 0;
+    std::uint64_t serial_;
 };
 
 }  // namespace ftgguf

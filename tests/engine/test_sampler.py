@@ -185,6 +185,44 @@ def test_a_large_vocabulary() -> None:
     """The same at 50257 ids, where libllama's partial sorts take other paths."""
     agree(SamplingParams(seed=21, repeat_penalty=1.1, top_k=200), "gpt-2", steps=4)
     agree(SamplingParams(seed=22, top_k=0, dry_multiplier=0.8), "gpt-2", steps=4)
+    agree(SamplingParams(seed=23), "gpt-2", steps=10)
+    agree(
+        SamplingParams(seed=24, repeat_penalty=1.2, dry_multiplier=1.0, logit_bias=((7, 8.0), (9, 8.5))),
+        "gpt-2",
+        steps=10,
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.builds(
+        SamplingParams,
+        seed=st.integers(0, 1000),
+        top_k=st.integers(1, 120),
+        repeat_penalty=st.sampled_from((1.0, 1.3, 0.7)),
+        presence_penalty=st.sampled_from((0.0, 1.5, -1.5)),
+        dry_multiplier=st.sampled_from((0.0, 0.8)),
+        top_n_sigma=st.sampled_from((-1.0, 1.0)),
+        temperature=st.sampled_from((0.0, 0.8)),
+        logit_bias=st.lists(
+            st.tuples(st.integers(0, 50256), st.floats(-9, 9) | st.just(float("-inf"))), max_size=4
+        ).map(tuple),
+    ),
+    st.booleans(),
+)
+def test_the_short_way_equals_the_long_way(params: SamplingParams, ties: bool) -> None:
+    """The chain over a shortlist (no mask) against the chain over the whole vocabulary (a mask that allows all), also
+    where many logits are equal."""
+    v = vocab("gpt-2")
+    short, long = (_libllama.SamplerChain(v.native, params) for _ in range(2))
+    everything = np.full((v.n_vocab + 31) // 32, 0xFFFFFFFF, np.uint32)
+    for logits in rows(params.seed, v.n_vocab, 5):
+        values = np.round(logits) if ties else logits
+        token = short.sample(values)
+        assert token == long.sample(values, everything)
+        assert short.candidates(200) == long.candidates(200)
+        short.accept(token)
+        long.accept(token)
 
 
 @settings(max_examples=60, deadline=None)
@@ -234,7 +272,7 @@ def test_logprobs_are_over_raw_logits() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 400), st.integers(0, 500), st.integers(0, 2**31))
+@given(st.integers(1, 400) | st.integers(1000, 5000), st.integers(0, 500), st.integers(0, 2**31))
 def test_top_logprobs_properties(n: int, n_top: int, seed: int) -> None:
     """Against a full sort, with ties and minus infinities."""
     logits = np.random.default_rng(seed).integers(-3, 4, n).astype(np.float32)
