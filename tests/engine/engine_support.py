@@ -20,6 +20,7 @@ from ftgguf.engine.detokenizer import Piece
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.request import TextDecoder, TokenSampler
 from ftgguf.engine.toolkit import Toolkit
+from ftgguf.kv.pages import cells_of
 from ftgguf.nouns import F32, I32, Batch
 
 N_VOCAB = 24
@@ -277,12 +278,22 @@ def naive_answer(request: m.Generate, n_ctx: int) -> tuple[list[int], str]:
         known.append(token)
 
 
-def check_idle(engine: Engine) -> None:
-    """Nothing runs, and every page reference is the tree's."""
-    assert not engine.scheduler.active
-    assert not engine.scheduler.queue
+def check_pages(engine: Engine) -> None:
+    """Every page reference is the tree's or a sequence's, and page tables say what the pages are."""
     held = np.zeros(engine.cache.pool.n_pages, dtype=np.int32)
     for node in engine.cache.tree.nodes():
-        assert node.locks == 0
         np.add.at(held, node.pages, 1)
+    for sequence in engine.scheduler.active:
+        np.add.at(held, sequence.pages, 1)
+        cells = cells_of(sequence.pages)
+        assert sequence.table[: len(cells)].tolist() == cells.tolist()
+        assert sequence.n_past <= len(cells)
     assert held.tolist() == engine.cache.pool.ref_counts().tolist()
+
+
+def check_idle(engine: Engine) -> None:
+    """Nothing runs or is locked, and every page reference is the tree's."""
+    assert not engine.scheduler.active
+    assert not engine.scheduler.queue
+    assert all(node.locks == 0 for node in engine.cache.tree.nodes())
+    check_pages(engine)

@@ -13,6 +13,7 @@ from engine_support import (
     Collector,
     ask,
     check_idle,
+    check_pages,
     generate,
     make_engine,
     naive_answer,
@@ -386,6 +387,36 @@ def test_shift_leaves_shared_cells_alone() -> None:
     ask(engine, generate(1, prompt, max_tokens=200, n_keep=7))
     answer = ask(engine, generate(2, prompt, max_tokens=30))
     assert answer.tokens == naive_answer(generate(2, prompt, max_tokens=30), 100)[0]
+
+
+def test_nothing_behind_a_shift_is_reused() -> None:
+    """Cells that were computed before a shift saw tokens that are gone: only what n_keep kept may be matched."""
+    engine, _ = make_engine(16 * PAGE, 32, n_ctx=100, ctx_shift=True, n_slots=1)
+    ask(engine, generate(1, [5] * 60, max_tokens=70, n_keep=7))
+    assert engine.metrics.n_context_shifts == 1
+    left = engine.scheduler.slots[0].tokens.tolist()
+    request = generate(2, left[:70], max_tokens=20)
+    answer = ask(engine, request)
+    assert answer.tokens == naive_answer(request, 100)[0]
+    assert answer.started is not None
+    assert answer.started.cached == 7 + sum(1 for _ in itertools.takewhile(lambda token: token == 5, left[7:60]))
+
+
+def test_equal_sequences_end_up_on_one_set_of_pages() -> None:
+    """Two that computed the same prompt apart (cache_prompt off) share its pages afterwards and stay right."""
+    engine, _ = make_engine(64 * PAGE, 64)
+    requests = [generate(id, [5, 6] * 200, seed=id, max_tokens=40, cache_prompt=False) for id in range(2)]
+    for request in requests:
+        engine.submit(request)
+    collector = Collector()
+    while not all(collector.answers[id].tokens for id in range(2)):
+        collector.take(engine.step())
+    first, second = engine.scheduler.active
+    assert first.pages[:12] == second.pages[:12]
+    check_pages(engine)
+    run_all(engine, collector)
+    for request in requests:
+        assert collector.answers[request.id].tokens == naive_answer(request, 64 * PAGE)[0]
 
 
 def test_shift_on_a_full_pool() -> None:

@@ -8,6 +8,7 @@ from engine_support import (
     N_VOCAB,
     Collector,
     check_idle,
+    check_pages,
     generate,
     make_engine,
     naive_answer,
@@ -82,6 +83,7 @@ def test_any_workload_equals_solo_runs(
                     gone.add(event.request.id)
                 engine.cancel(event.request.id)
         collector.take(engine.step())
+        check_pages(engine)
         step += 1
         assert step < 50_000
         for id in gone:
