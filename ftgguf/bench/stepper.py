@@ -149,7 +149,7 @@ class LibllamaStepper:
             flash_attn=flash,
         )
         notes: tuple[str, ...] = ()
-        if amx.broken():
+        if layout == "repacked" and amx.broken():
             notes = ("its default crashes here in ggml's AMX kernels, so it runs without them",)
         self.facts = Facts(
             engine="llama.cpp",

@@ -1,0 +1,109 @@
+"""The parent's end of a worker process: requests with a time limit, and what to say when it dies or hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+
+class ChildError(RuntimeError):
+    """The worker failed, died or hung; the text says which."""
+
+
+class Tail:
+    """Reads a pipe to its end and keeps the last lines."""
+
+    def __init__(self, pipe: IO[bytes], keep: int = 12) -> None:
+        self._keep = keep
+        self._lines: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
+        self._thread.start()
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._lines = [*self._lines[-self._keep + 1 :], line.decode(errors="replace").rstrip()]
+
+    def text(self) -> str:
+        """The last lines, once the pipe is closed or after two seconds."""
+        self._thread.join(timeout=2)
+        return " | ".join(line for line in self._lines if line)
+
+
+class Child:
+    """`python -m ftgguf.bench.worker` in a process group of its own."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ftgguf.bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # not in the terminal's group: Ctrl-C is the parent's to handle, which keeps what was measured
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._tail = Tail(self._process.stderr)
+        self._lines: queue.Queue[bytes | None] = queue.Queue()
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def ask(self, do: str, **fields: Any) -> dict[str, Any]:
+        """The worker's answer. Raises ChildError; after a death or a hang the child is gone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **fields}).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._lines.get(timeout=self._timeout)
+        except queue.Empty:
+            self.end()
+            raise ChildError(f"no answer to '{do}' within {self._timeout:.0f} s: killed") from None
+        except OSError:
+            line = None
+        if line is None:
+            raise ChildError(self._epitaph(do))
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ChildError(answer["error"])
+        return answer
+
+    def _epitaph(self, do: str) -> str:
+        code = self._process.wait()
+        said = self._tail.text()
+        how = exit_reason(code)
+        return f"it {how} during '{do}'" + (f": {said[-400:]}" if said else "")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end(self) -> None:
+        """Kill it. Safe to call twice."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
+def exit_reason(code: int) -> str:
+    """A process's exit code in words; a kill by the kernel's out-of-memory killer is the likeliest SIGKILL."""
+    if code >= 0:
+        return f"ended with status {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

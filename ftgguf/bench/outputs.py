@@ -1,0 +1,64 @@
+"""Do two sides say the same? Greedy outputs side by side, and where they part how undecided each side was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+
+from ftgguf.bench.report import NOISE_NATS, NOT_COMPARABLE, OUTPUTS_DIFFER, Divergence, Outputs, Report
+
+Greedy = list[tuple[int, float]]
+"""(token, gap to the second best in nats, -1 where unknown) for each step."""
+
+
+def first_difference(a: Greedy, b: Greedy) -> int | None:
+    """Index of the first token that differs, None if none does in the common length."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x[0] != y[0]), None)
+
+
+def compare(report: Report, said: Mapping[str, Sequence[Greedy]]) -> None:
+    """Fill `report.outputs` from what each contestant said to the same prompts, and note a fault as trouble.
+
+    Peers are compared with each other too (weight layouts of one library): what they differ by among themselves is
+    noise by definition, and raises the bound where it is more than NOISE_NATS.
+    """
+    ours = report.ours
+    names = [c.name for c in report.contestants if c.name in said]
+    peers = {p.name for p in report.peers}
+    outputs = Outputs(noise=NOISE_NATS)
+    for a, b in combinations(names, 2):
+        outputs.pairs.append((a, b))
+        for i, (x, y) in enumerate(zip(said[a], said[b], strict=True)):
+            at = first_difference(x, y)
+            if at is not None:
+                outputs.divergences.append(Divergence(a, b, i, at, x[at][0], y[at][0], x[at][1], y[at][1]))
+    outputs.prompts = max((len(s) for s in said.values()), default=0)
+    outputs.length = max((len(g) for s in said.values() for g in s), default=0)
+    among_peers = [d.gap for d in outputs.divergences if d.a in peers and d.b in peers]
+    outputs.noise = max([NOISE_NATS, *among_peers])
+    report.outputs = outputs
+    for fault in outputs.faults():
+        if ours is not None and ours.name in (fault.a, fault.b):
+            report.trouble(OUTPUTS_DIFFER, describe(fault, outputs.noise))
+
+
+def describe(d: Divergence, noise: float) -> str:
+    """One line about a divergence."""
+    gaps = "gaps unknown" if d.gap < 0 else f"gaps {d.gap_a:.3f} and {d.gap_b:.3f} nats"
+    return (
+        f"greedy outputs of {d.a} and {d.b} part at token {d.index} of prompt {d.prompt} ({d.token_a} and {d.token_b}, "
+        f"{gaps}; up to {noise:.3f} is noise)"
+    )
+
+
+def compare_tokens(report: Report, tokens: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Each contestant's token ids of the same texts: a difference makes the sides incomparable."""
+    ours = report.ours
+    if ours is None or ours.name not in tokens:
+        return
+    for name, theirs in tokens.items():
+        differ = sum(list(a) != list(b) for a, b in zip(tokens[ours.name], theirs, strict=True))
+        if differ:
+            report.trouble(
+                NOT_COMPARABLE, f"{name} tokenises {differ} of {len(theirs)} texts otherwise than {ours.name}"
+            )

@@ -1,0 +1,80 @@
+"""Which peer is meant, and is it here? If not: the one command that installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ftgguf.bench.options import Options
+
+Kind = Literal["llama-server", "xllamacpp", "ollama", "url"]
+
+
+class NoPeer(RuntimeError):
+    """There is nothing to compare with; one line with the cure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A peer behind HTTP. `where`: the executable, or the URL of one that runs already."""
+
+    kind: Kind
+    where: str
+
+
+def find_peer(options: Options) -> Peer | None:
+    """The peer of `--against`, `--llama-server` and `--peer`; None stands for libllama in process. Raises NoPeer."""
+    if options.against.startswith(("http://", "https://")):
+        return Peer("url", options.against.rstrip("/"))
+    if options.against == "ollama":
+        return _ollama()
+    if options.peer == "xllamacpp":
+        if importlib.util.find_spec("xllamacpp") is None:
+            raise NoPeer("the peer xllamacpp is not installed: pip install xllamacpp")
+        return Peer("xllamacpp", "xllamacpp")
+    if options.llama_server:
+        return Peer("llama-server", _executable(options.llama_server))
+    if not options.in_process and (found := shutil.which("llama-server")):
+        return Peer("llama-server", found)
+    if importlib.util.find_spec("llama_cpp") is None:
+        raise NoPeer("no llama.cpp here: pip install llama-cpp-python==0.3.36, or give --llama-server PATH")
+    return None
+
+
+def _executable(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        what = "is a folder" if Path(name).is_dir() else "cannot be run" if Path(name).exists() else "does not exist"
+        raise NoPeer(f"--llama-server {name}: it {what}")
+    return found
+
+
+def ollama_url() -> str:
+    """Where Ollama's command line looks for its server: OLLAMA_HOST, else 127.0.0.1:11434."""
+    host = os.environ.get("OLLAMA_HOST", "") or "127.0.0.1:11434"
+    if "://" not in host:
+        host = f"http://{host}"
+    scheme, _, rest = host.partition("://")
+    name, colon, port = rest.rstrip("/").rpartition(":")
+    if not colon or not port.isdigit():
+        name, port = rest.rstrip("/"), "11434"
+    return f"{scheme}://{name.replace('0.0.0.0', '127.0.0.1') or '127.0.0.1'}:{port}"
+
+
+def _ollama() -> Peer:
+    import httpx
+
+    url = ollama_url()
+    try:
+        httpx.get(f"{url}/api/version", timeout=5).raise_for_status()
+    except httpx.HTTPError:
+        binary = shutil.which("ollama")
+        if binary is None:
+            text = f"no Ollama answers at {url} and none is installed: curl -fsSL https://ollama.com/install.sh | sh"
+            raise NoPeer(text) from None
+        raise NoPeer(f"no Ollama answers at {url}: start it with `ollama serve`") from None
+    return Peer("ollama", url)

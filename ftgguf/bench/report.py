@@ -1,0 +1,211 @@
+"""The report that every comparison writes: what was compared, the samples, the outputs, and whether it is fair.
+
+Samples are kept raw; tables, pages and ratios are computed from them, so that a stored report can be read again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from ftgguf.bench import stats
+from ftgguf.bench.stats import Ratio
+
+OK, OURS_FAILED, OUTPUTS_DIFFER, NOT_COMPARABLE, PEER_FAILED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+"""Exit statuses (options.USAGE says what they mean)."""
+
+NOISE_NATS = 0.05
+"""A divergence of greedy outputs where the two best tokens are closer than this is numeric noise: llama.cpp itself is
+not bit-stable across batch shapes and cache hits."""
+
+
+class Contestant(msgspec.Struct):
+    """One side. Sizes in bytes, 0 where unknown; `isa` is empty where it cannot be known."""
+
+    name: str
+    ours: bool
+    build: str = ""
+    isa: list[str] = []
+    command: str = ""
+    layout: str = ""
+    load_seconds: float = 0.0
+    rss_peak: int = 0
+    rss_steady: int = 0
+    vram_peak: int = 0
+    lower_isa: list[str] = []
+    """Instruction sets our side's kernels use and this side's do not."""
+    notes: list[str] = []
+    errors: list[str] = []
+
+
+class Row(msgspec.Struct):
+    """One metric of one workload. `samples` and `failures` by contestant's name."""
+
+    workload: str
+    metric: str
+    """`tok/s`, `TTFT ms`, `gap ms` ..."""
+    higher_is_better: bool = True
+    samples: dict[str, list[float]] = {}
+    failures: dict[str, str] = {}
+    paired: bool = False
+    """Sample i of every side was measured in round i."""
+    quantiles: bool = False
+    """Show p50, p90 and p99 instead of the mean."""
+
+
+class Divergence(msgspec.Struct):
+    """Where the greedy outputs of two sides part: gaps between the two best tokens in nats, -1 where not known."""
+
+    a: str
+    b: str
+    prompt: int
+    index: int
+    token_a: int
+    token_b: int
+    gap_a: float
+    gap_b: float
+
+    @property
+    def gap(self) -> float:
+        """The smaller of the known gaps: one side being undecided explains the difference. -1: unknown."""
+        known = [g for g in (self.gap_a, self.gap_b) if g >= 0]
+        return min(known, default=-1.0)
+
+
+class Outputs(msgspec.Struct):
+    """Greedy outputs compared. `length` tokens for each of `prompts` prompts; `pairs` compared sides."""
+
+    prompts: int = 0
+    length: int = 0
+    pairs: list[tuple[str, str]] = []
+    divergences: list[Divergence] = []
+    noise: float = NOISE_NATS
+    """Nats up to which a divergence is noise: raised to what the peer's own layouts differ by."""
+
+    def faults(self) -> list[Divergence]:
+        """Divergences between the sides that noise does not explain; those of unknown gap count."""
+        return [d for d in self.divergences if not 0 <= d.gap <= self.noise]
+
+
+class Turn(msgspec.Struct):
+    """One request of a replayed session. Times in milliseconds by the client's clock."""
+
+    contestant: str
+    session: str
+    turn: int
+    prompt_n: int
+    cached_n: int
+    """Prompt tokens the server says it took from its cache; -1 where it does not say."""
+    ttft_ms: float
+    total_ms: float
+    n_gen: int
+    started_s: float = 0.0
+    """Since the session began."""
+    kind: str = ""
+    """`append`, `edited`, `side`: how the prompt relates to the turn before."""
+    error: str = ""
+
+
+class Trouble(msgspec.Struct):
+    """Why the numbers are not to be trusted, and the exit status that says so."""
+
+    status: int
+    text: str
+
+
+class Report(msgspec.Struct):
+    """Everything."""
+
+    kind: str
+    command: str
+    host: dict[str, str] = {}
+    model: dict[str, str] = {}
+    settings: dict[str, str] = {}
+    contestants: list[Contestant] = []
+    rows: list[Row] = []
+    outputs: Outputs = msgspec.field(default_factory=Outputs)
+    turns: list[Turn] = []
+    notes: list[str] = []
+    troubles: list[Trouble] = []
+    interrupted: bool = False
+
+    @property
+    def ours(self) -> Contestant | None:
+        return next((c for c in self.contestants if c.ours), None)
+
+    @property
+    def peers(self) -> list[Contestant]:
+        return [c for c in self.contestants if not c.ours]
+
+    def trouble(self, status: int, text: str) -> None:
+        """Note a trouble, once."""
+        if all(t.text != text for t in self.troubles):
+            self.troubles.append(Trouble(status, text))
+
+    @property
+    def status(self) -> int:
+        """The exit status: our own failure first, then outputs, fairness, the peer's failure, interruption."""
+        found = {t.status for t in self.troubles}
+        for status in (OURS_FAILED, OUTPUTS_DIFFER, NOT_COMPARABLE, PEER_FAILED):
+            if status in found:
+                return status
+        return INTERRUPTED if self.interrupted else OK
+
+    def row(self, workload: str, metric: str, **fields: bool) -> Row:
+        """The row of that name, made on first use."""
+        for row in self.rows:
+            if (row.workload, row.metric) == (workload, metric):
+                return row
+        row = Row(workload, metric, **fields)
+        self.rows.append(row)
+        return row
+
+    def ratio(self, row: Row, peer: Contestant, q: float | None = None) -> Ratio | None:
+        """Ours against `peer`, above 1 where ours is better; None where a side has no samples or the peer's kernels
+        use lesser instruction sets (then no ratio is fair). `q`: of that percentile."""
+        ours = self.ours
+        if ours is None or peer.lower_isa:
+            return None
+        a, b = row.samples.get(ours.name, []), row.samples.get(peer.name, [])
+        if not a or not b:
+            return None
+        return stats.ratio(
+            a,
+            b,
+            higher_is_better=row.higher_is_better,
+            statistic=stats.mean_of if q is None else stats.quantile_of(q),
+            paired=row.paired and len(a) == len(b) and q is None,
+        )
+
+    def best_peer(self, row: Row) -> Contestant | None:
+        """The peer that does best at this row."""
+        able = [p for p in self.peers if row.samples.get(p.name)]
+        if not able:
+            return None
+        sign = 1 if row.higher_is_better else -1
+        return max(able, key=lambda p: sign * stats.mean(row.samples[p.name]))
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_bytes(to_json(self))
+
+
+def to_json(report: Report) -> bytes:
+    """Indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
+
+
+def from_json(data: bytes) -> Report:
+    """The inverse. msgspec.DecodeError."""
+    return msgspec.json.decode(data, type=Report)
+
+
+def missing_isa(ours: list[str], peer: list[str]) -> list[str]:
+    """Instruction sets that our kernels use and the peer's do not.
+
+    AMX is left out, as our engine does not use it; a peer of unknown sets (empty) is not called lower.
+    """
+    matters = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "avx512_vbmi", "avx512_vnni", "avx512_bf16")
+    matters += ("neon", "dotprod", "matmul_int8", "sve")
+    return [name for name in matters if peer and name in ours and name not in peer]

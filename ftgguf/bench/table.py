@@ -1,0 +1,147 @@
+"""The report on a terminal: a header that says what was compared, one table with wins and losses alike, the troubles."""
+
+from __future__ import annotations
+
+from ftgguf.bench import outputs
+from ftgguf.bench.llama_bench import table
+from ftgguf.bench.report import Contestant, Report, Row
+from ftgguf.bench.stats import Ratio, deviation, mean, percentile
+
+QUANTILES = (50, 90, 99)
+
+
+def render(report: Report) -> str:
+    """The whole report as text; its tables are Markdown."""
+    parts = [header(report), rows_table(report), memory_table(report)]
+    if report.turns:
+        parts.append(turns_table(report))
+    parts.append(footer(report))
+    return "\n".join(part for part in parts if part)
+
+
+def header(report: Report) -> str:
+    """What was compared, on what, and how."""
+    lines = [f"ftgguf bench: {report.kind}", f"command   {report.command}"]
+    for title, facts in (("model", report.model), ("host", report.host), ("settings", report.settings)):
+        if facts:
+            lines.append(f"{title:<9} " + "; ".join(f"{k} {v}" for k, v in facts.items()))
+    for c in report.contestants:
+        lines.append(f"{c.name}: {c.build or 'build unknown'}" + (f", {c.layout} weights" if c.layout else ""))
+        lines.append(f"    instruction sets: {' '.join(c.isa) or 'unknown'}")
+        if c.command:
+            lines.append(f"    command: {c.command}")
+        lines += [f"    note: {note}" for note in c.notes]
+        lines += [f"    FAILED: {error}" for error in c.errors]
+    lines += [f"note: {note}" for note in report.notes]
+    lines += output_lines(report)
+    return "\n".join(lines) + "\n"
+
+
+def output_lines(report: Report) -> list[str]:
+    """How many greedy outputs agree, pair by pair, and every divergence that noise does not explain."""
+    found = report.outputs
+    lines = []
+    for a, b in found.pairs:
+        parted = [d for d in found.divergences if (d.a, d.b) == (a, b)]
+        line = f"outputs: {a} and {b}: {found.prompts - len(parted)} of {found.prompts} greedy outputs of "
+        line += f"{found.length} tokens equal"
+        if parted:
+            gap = max(d.gap for d in parted)
+            line += f", {len(parted)} part" + (f" (gap up to {gap:.3f} nats)" if gap >= 0 else " (gaps unknown)")
+        lines.append(line)
+    lines += ["FAULT: " + outputs.describe(d, found.noise) for d in found.faults()]
+    return lines
+
+
+def _value(x: float) -> str:
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
+
+
+def cell(row: Row, c: Contestant) -> str:
+    """One side's figures: mean ± sd, or p50 / p90 / p99."""
+    if c.name in row.failures:
+        return "failed"
+    samples = row.samples.get(c.name, [])
+    if not samples:
+        return "-"
+    if row.quantiles:
+        return " / ".join(_value(percentile(samples, q)) for q in QUANTILES)
+    return f"{_value(mean(samples))} ± {_value(deviation(samples))}"
+
+
+def ratio_cell(ratio: Ratio | None) -> str:
+    """`1.27 [1.25, 1.29]`, and `worse` where the whole interval is below 1."""
+    if ratio is None:
+        return "-"
+    text = f"{ratio.value:.2f}"
+    if ratio.low != ratio.high:
+        text += f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return text + (" worse" if ratio.high < 1 else "")
+
+
+def rows_table(report: Report) -> str:
+    """Every row, wins and losses alike."""
+    if not report.rows:
+        return ""
+    compared = report.ours is not None and report.peers
+    columns = ["workload", "metric", "n", *(c.name for c in report.contestants)]
+    if compared:
+        columns += [f"ours / {p.name} [95 %]" for p in report.peers]
+    lines = []
+    for row in report.rows:
+        n = max((len(s) for s in row.samples.values()), default=0)
+        metric = row.metric + (" p50/p90/p99" if row.quantiles else "")
+        line = [row.workload, metric, str(n), *(cell(row, c) for c in report.contestants)]
+        if compared:
+            q = 50 if row.quantiles else None
+            line += [ratio_cell(report.ratio(row, p, q)) for p in report.peers]
+        lines.append(line)
+    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of the medians where p50 is shown)\n"
+    return table(columns, lines, left=("workload", "metric")) + (note if compared else "")
+
+
+def memory_table(report: Report) -> str:
+    """Resident sets and loading."""
+    known = [c for c in report.contestants if c.rss_peak or c.load_seconds]
+    if not known:
+        return ""
+    rows = []
+    for c in known:
+        sizes = [f"{size / 2**20:.0f}" if size else "-" for size in (c.rss_peak, c.rss_steady, c.vram_peak)]
+        rows.append([c.name, *sizes, f"{c.load_seconds:.1f}" if c.load_seconds else "-"])
+    return table(["", "RSS peak MiB", "RSS steady MiB", "VRAM peak MiB", "load s"], rows, left=("",))
+
+
+def turns_table(report: Report) -> str:
+    """Sessions: each turn's prompt, what was cached, and the time to the first token."""
+    rows = []
+    for turn in report.turns:
+        cached = str(turn.cached_n) if turn.cached_n >= 0 else "-"
+        times = ["failed", turn.error[:60]] if turn.error else [_value(turn.ttft_ms), _value(turn.total_ms)]
+        rows.append([turn.session, str(turn.turn), turn.kind, turn.contestant, str(turn.prompt_n), cached, *times])
+    columns = ["session", "turn", "kind", "side", "prompt", "cached", "TTFT ms", "total ms"]
+    return table(columns, rows, left=("session", "kind", "side"))
+
+
+def footer(report: Report) -> str:
+    """Headline, troubles and the exit status."""
+    lines = [headline(report)] if headline(report) else []
+    if report.interrupted:
+        lines.append("INTERRUPTED: what was measured until then is shown")
+    lines += [f"TROUBLE (exit status {t.status}): {t.text}" for t in report.troubles]
+    return "\n".join(lines) + ("\n" if lines else "")
+
+
+def headline(report: Report) -> str:
+    """Ours against the best peer, workload by workload; empty where no fair ratio exists or the outputs differ."""
+    if report.ours is None or report.outputs.faults():
+        return ""
+    said = []
+    for row in report.rows:
+        if row.metric != "tok/s":
+            continue
+        peer = report.best_peer(row)
+        ratio = report.ratio(row, peer) if peer is not None else None
+        if ratio is not None and peer is not None:
+            said.append(f"{row.workload} {ratio_cell(ratio)} of {peer.name}")
+    return "ftgguf against the best of its peers: " + "; ".join(said) if said else ""
