@@ -1,0 +1,58 @@
+"""The app behind real sockets: 127.0.0.1 and, as the other host of redirects, 127.0.0.2, on one port."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+
+from .app import FakeSource
+
+
+@dataclass
+class Running:
+    """A server that runs: `host` is `127.0.0.1:port`, `other` the same server under another address."""
+
+    source: FakeSource
+    host: str
+    other: str
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}"
+
+
+@contextmanager
+def running(source: FakeSource | None = None) -> Iterator[Running]:
+    """Serve `source` (a new one by default) from a thread until the block ends."""
+    source = source or FakeSource()
+    first = socket.create_server(("127.0.0.1", 0), backlog=256)
+    port = first.getsockname()[1]
+    second = socket.create_server(("127.0.0.2", port), backlog=256)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # bodies cut on purpose are no news
+    config = uvicorn.Config(
+        source, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=0, http="h11"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [first, second]}, daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise RuntimeError("the fake registry did not start")
+            time.sleep(0.01)
+        source.cdn_base = f"http://127.0.0.2:{port}"
+        yield Running(source, f"127.0.0.1:{port}", f"127.0.0.2:{port}")
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(10)
+        first.close()
+        second.close()
