@@ -39,6 +39,8 @@ class Dialect:
     stops: tuple[str, ...] = ()
     adjust: Adjust | None = None
     keep_developer: bool = False
+    loose: str = ""
+    """White space that is layout, beyond what the template writes: `lead` (before thinking), `tail` (after), `both`."""
     format: str = "peg-native"
     """llama-server's name of the output format, shown in `generation_settings.chat_format`."""
 
@@ -149,7 +151,7 @@ _DEEPSEEK = Dialect(
 
 MINISTRAL = Dialect(
     "ministral-3", "mistral", "", "[THINK]", "[/THINK]", "", ("[THINK]", "[/THINK]"),
-    ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"), adjust=thinking_parts,
+    ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"), adjust=thinking_parts, loose="tail",
 )  # fmt: skip
 HARMONY = Dialect(
     "gpt-oss", "harmony", "<|start|>assistant<|channel|>analysis<|message|>", "", "<|end|>",
@@ -208,22 +210,22 @@ DEEPSEEK_V4 = Dialect(
 )  # fmt: skip
 GEMMA_4 = Dialect(
     "gemma-4", "gemma4", "<|turn>model\n", "<|channel>thought\n", "<channel|>", "", ("<|channel>thought", "<channel|>"),
-    ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|turn>"), format="peg-gemma4",
+    ("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|turn>"), loose="lead", format="peg-gemma4",
 )  # fmt: skip
 GEMMA_4_OLD = Dialect(
     "gemma-4", "gemma4", "<|turn>model\n", "<|channel>thought\n", "<channel|>", "", ("<|channel>thought", "<channel|>"),
-    GEMMA_4.preserved, adjust=gemma_responses, format="peg-gemma4",
+    GEMMA_4.preserved, adjust=gemma_responses, loose="lead", format="peg-gemma4",
 )  # fmt: skip
 MINICPM_5 = Dialect(
     "minicpm-5", "minicpm5", CHATML_TURN, "<think>\n", "\n</think>\n\n", "", ("<think>", "</think>"),
-    ("<function", "<param", "</function>", "</param>", "<think>", "</think>"),
+    ("<function", "<param", "</function>", "</param>", "<think>", "</think>"), loose="both",
 )  # fmt: skip
 QWEN_CODER = Dialect(
     "qwen3-coder", "qwen3_coder", CHATML_TURN, preserved=("<tool_call>", "</tool_call>"),
 )  # fmt: skip
 QWEN_35 = Dialect(
     "qwen3.5", "qwen3_coder", CHATML_TURN, "<think>\n", "\n</think>\n\n", "", ("<think>", "</think>", "<tool_call>"),
-    ("<tool_call>", "</tool_call>", "<think>", "</think>"),
+    ("<tool_call>", "</tool_call>", "<think>", "</think>"), loose="both",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ text of the answer.
 
 from __future__ import annotations
 
-from ftgguf.chat.parser import ChatDelta, OutputParser, find_first, held_back
+from ftgguf.chat.parser import OutputParser, find_first, held_back
 
 
 def thinking_is_open(generation_prompt: str, tags: tuple[str, ...]) -> bool:
@@ -18,17 +18,33 @@ def thinking_is_open(generation_prompt: str, tags: tuple[str, ...]) -> bool:
 
 
 class ReasoningParser(OutputParser):
-    """`tags`: the opening tag, then those that end the thinking. A closing tag that belongs to what follows (a tool
-    call's opening, which models write without closing their thinking) is passed on to `inner`."""
+    """`tags`: the opening tag, then those that end the thinking. A closing tag other than the first (a tool call's
+    opening, which models write without closing their thinking) is passed on to `inner`.
 
-    def __init__(self, tags: tuple[str, ...], open: bool, inner: OutputParser) -> None:
+    White space is kept as it comes, as llama-server keeps it, but for the exact text `lead` after the opening tag and
+    `tail` after the closing one (what the template writes there). `loose` drops all white space before the thinking
+    (`lead`), after its end (`tail`) or on both sides (`both`).
+    """
+
+    def __init__(
+        self,
+        tags: tuple[str, ...],
+        open: bool,
+        inner: OutputParser,
+        lead: str = "",
+        tail: str = "",
+        loose: str = "",
+    ) -> None:
         super().__init__()
         self._tags = tags
         self._inner = inner
+        self._lead = lead
+        self._tail = tail
+        self._loose = loose
         self.message = inner.message
         self._state = "thinking" if open else "start"
+        self._skip = open and loose in ("lead", "both")
         self._held = ""
-        self._thought = False
 
     def _feed(self, text: str) -> None:
         if self._state == "after":
@@ -39,8 +55,9 @@ class ReasoningParser(OutputParser):
             self._open()
         if self._state == "thinking":
             self._think()
-        if self._state == "space":
-            self._skip_space()
+        if self._state == "tail" and self._eat(self._tail, self._loose in ("tail", "both")):
+            held, self._held, self._state = self._held, "", "after"
+            self._pass(held)
 
     def _open(self) -> None:
         """Before the opening tag: white space and a part of the tag are held back."""
@@ -48,40 +65,38 @@ class ReasoningParser(OutputParser):
         tag = self._tags[0]
         if stripped.startswith(tag):
             self._held = stripped[len(tag) :]
-            self._state = "thinking"
+            self._state, self._skip = "thinking", True
         elif not tag.startswith(stripped):
             held, self._held, self._state = self._held, "", "after"
             self._pass(held)
 
-    def _think(self) -> None:
-        if not self._thought:
+    def _eat(self, space: str, all: bool) -> bool:
+        """Drop the layout at the front (`all`: any white space); False while it may still come."""
+        if all:
             self._held = self._held.lstrip()
-            if not self._held:
+            return bool(self._held)
+        if self._held.startswith(space):
+            self._held = self._held[len(space) :]
+            return True
+        return not space.startswith(self._held)
+
+    def _think(self) -> None:
+        if self._skip:
+            if not self._eat(self._lead, self._loose in ("lead", "both")):
                 return
+            self._skip = False
         at, tag = find_first(self._held, self._tags[1:])
         if at >= 0:
-            self._emit(self._held[:at].rstrip())
+            self._reasoning(self._held[:at])
             rest = self._held[at:]
-            self._held = rest if tag != self._tags[1] else rest[len(tag) :]
-            self._state = "space"
+            own = tag == self._tags[1]
+            self._held = rest[len(tag) :] if own else rest
+            self._state = "tail"
             return
-        # white space before a closing tag is not part of the thinking, so it waits for what comes after it
         keep = held_back(self._held, self._tags[1:])
         body = self._held[: len(self._held) - keep]
-        body = body.rstrip()
-        self._emit(body)
+        self._reasoning(body)
         self._held = self._held[len(body) :]
-
-    def _emit(self, text: str) -> None:
-        if text:
-            self._thought = True
-            self._reasoning(text)
-
-    def _skip_space(self) -> None:
-        stripped = self._held.lstrip()
-        if stripped:
-            self._held, self._state = "", "after"
-            self._pass(stripped)
 
     def _pass(self, text: str) -> None:
         self._out += self._inner.feed(text)
@@ -89,10 +104,7 @@ class ReasoningParser(OutputParser):
     def _finish(self) -> None:
         held, self._held = self._held, ""
         if self._state == "thinking":
-            self._emit(held.rstrip() if self._thought else held.strip())
-        elif self._state == "start":
+            self._reasoning(held)
+        elif self._state == "start" or (self._state == "tail" and self._loose not in ("tail", "both")):
             self._pass(held)
         self._out += self._inner.finish()
-
-
-__all__ = ["ChatDelta", "ReasoningParser", "thinking_is_open"]

@@ -7,21 +7,23 @@ not fail the request (see `ftgguf.chat.constraint`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ftgguf.chat import dialects
-from ftgguf.chat.constraint import tool_grammar
+from ftgguf.chat.constraint import schema_grammar, tool_grammar
 from ftgguf.chat.dialects import Dialect
 from ftgguf.chat.messages import Message, check_messages, fit_messages, parse_messages, parse_tools
 from ftgguf.chat.parser import OutputParser, PlainParser
 from ftgguf.chat.reasoning import ReasoningParser, thinking_is_open
 from ftgguf.chat.template import ChatTemplate, ChatTemplateError, ChatTemplates
 from ftgguf.chat.tools import tool_parser
+from ftgguf.chat.tools.harmony import HarmonyParser
 from ftgguf.engine.messages import Grammar
 from ftgguf.flags.config import ChatConfig
 from ftgguf.server.errors import InvalidRequest, server_error
-from ftgguf.server.wire import as_str, dumps, lenient
+from ftgguf.server.wire import as_str, lenient
 
 STEPFUN = "You have access to the following functions in JSONSchema format"
 
@@ -46,11 +48,14 @@ class ChatPlan:
         if self.plain:
             return PlainParser()
         inner = tool_parser(self.dialect.tools, self.tools, self.extract_reasoning)
-        if self.dialect.tools in ("harmony", "muse"):
-            return inner  # thinking is one of the channels there
-        if not self.dialect.tags or not self.extract_reasoning:
+        dialect = self.dialect
+        if isinstance(inner, HarmonyParser):  # thinking is one of the channels there; the prompt may have opened one
+            inner.begin(self.generation_prompt)
             return inner
-        return ReasoningParser(self.dialect.tags, self.thinking_open, inner)
+        if not dialect.tags or not self.extract_reasoning:
+            return inner
+        lead, tail = trailing_space(dialect.think), trailing_space(dialect.unthink)
+        return ReasoningParser(dialect.tags, self.thinking_open, inner, lead, tail, dialect.loose)
 
 
 @dataclass(slots=True)
@@ -73,8 +78,12 @@ class _Inputs:
 class ChatPlanner:
     """Plans the chat requests of one model."""
 
-    def __init__(self, templates: ChatTemplates, config: ChatConfig) -> None:
+    def __init__(
+        self, templates: ChatTemplates, config: ChatConfig, control_tokens: Mapping[str, int] | None = None
+    ) -> None:
+        """`control_tokens`: text -> id of the vocabulary's control tokens, for grammars that must produce them."""
         self.templates = templates
+        self.control_tokens = control_tokens or {}
         self.config = config
         self._dialects: dict[int, Dialect] = {}
         thinks = self.thinks(templates.default)
@@ -292,19 +301,34 @@ class ChatPlanner:
         out["reasoning_budget_tokens"] = self.config.reasoning_budget if budget == -1 else budget
         return out
 
-    @staticmethod
-    def _constrain(out: dict[str, Any], plan: ChatPlan, inputs: _Inputs) -> None:
-        after = plan.dialect.tags[1] if plan.thinking_open and len(plan.dialect.tags) > 1 else ""
+    def _constrain(self, out: dict[str, Any], plan: ChatPlan, inputs: _Inputs) -> None:
+        """The grammar of the answer: of a schema, or of the calls of the offered tools."""
+        dialect = plan.dialect
+        thinks = len(dialect.tags) > 1 and dialect.tools not in ("harmony", "muse")
+        after = dialect.tags[1] if thinks and plan.thinking_open else ""
+        closed = dialect.tags[1] in plan.generation_prompt if thinks else True
+        thought = dialect.tags if thinks and not after and not closed else ()
+        grammar: Grammar | None = None
         if inputs.schema is not None:
             schema = inputs.schema if isinstance(inputs.schema, dict | bool) else {"type": "object"}
-            out["grammar"] = Grammar(kind="json_schema", text=dumps(schema).decode(), after=after)
+            grammar = schema_grammar(schema, after, thought, self.control_tokens)
         elif plan.tools:
-            grammar = tool_grammar(
-                plan.dialect.tools, plan.tools, inputs.tool_choice, inputs.forced_tool, inputs.parallel, after
-            )
-            if grammar is not None:
-                out["grammar"] = grammar
-                out["grammar_lazy"] = grammar.lazy
+            try:
+                grammar = tool_grammar(
+                    dialect.tools,
+                    plan.tools,
+                    inputs.tool_choice,
+                    inputs.forced_tool,
+                    inputs.parallel,
+                    after=after,
+                    thought=thought,
+                    control=self.control_tokens,
+                )
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
+        if grammar is not None:
+            out["grammar"] = grammar
+            out["grammar_lazy"] = grammar.lazy
 
     @staticmethod
     def _logprobs(body: dict[str, Any], out: dict[str, Any], has_tools: bool) -> None:
@@ -314,6 +338,11 @@ class ChatPlanner:
             out["n_probs"] = lenient(body, "top_logprobs", 20)
         elif body.get("top_logprobs") is not None:
             raise InvalidRequest("top_logprobs requires logprobs to be set to true")
+
+
+def trailing_space(text: str) -> str:
+    """The white space at the end of `text`."""
+    return text[len(text.rstrip()) :]
 
 
 def _common(left: str, right: str) -> int:

@@ -40,7 +40,8 @@ class ServerState:
         self.vocab = vocab
         self.engine = engine
         self.templates = templates
-        self.planner = ChatPlanner(templates, config.chat)
+        control = {text.decode("utf-8", "replace"): id for text, id in vocab.control_texts.items()}
+        self.planner = ChatPlanner(templates, config.chat, control)
         self.name = (config.model.aliases or (name or config.model.hf_repo or config.model.path,))[0]
         self.defaults = RequestParams.defaults(config)
         self.started_at = int(time.time())

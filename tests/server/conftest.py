@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -33,6 +33,7 @@ class FakeVocab:
 
     n_vocab = 259
     eog_ids = frozenset((2,))
+    control_texts: ClassVar[dict[bytes, int]] = {b"<s>": 1, b"</s>": 2}
 
     def tokenize(self, text: str, add_special: bool = False, parse_special: bool = True) -> list[int]:
         ids = [1] if add_special else []

@@ -26,7 +26,7 @@ TAGGED: dict[str, TaggedFormat] = {
     "tool_calls_list": TaggedFormat(("<tool_calls>",), "</tool_calls>", list=True),
     "cohere": TaggedFormat(("<|START_ACTION|>",), "<|END_ACTION|>", list=True, keep_ids=True),
     "functools": TaggedFormat(("functools",), "", list=True),
-    "llama3": TaggedFormat(("<|python_tag|>",), "", bare=True),
+    "llama3": TaggedFormat(("<|python_tag|>", '{"name"'), "", bare=True),
     "gigachat": TaggedFormat(("<|message_sep|>\n\nfunction call<|role_sep|>\n",), ""),
 }
 
@@ -80,7 +80,7 @@ MARKUP: dict[str, MarkupFormat] = {
     "deepseek_dsml": MarkupFormat(
         f'<{DSML}invoke name="', ('">',), (f"</{DSML}invoke>",), f'<{DSML}parameter name="', ">",
         f"</{DSML}parameter>", sections=_INVOKE, section_close=tuple("</" + tag[1:] for tag in _INVOKE),
-        attributes=True,
+        attributes=True, trim_content=True,
     ),
     "minicpm5": MarkupFormat(
         '<function name="', ('">',), ("</function>",), '<param name="', '">', "</param>", cdata=True,

@@ -28,6 +28,13 @@ class HarmonyParser(Machine):
         self._sink = "content"
         self._state: State = self._in_header
 
+    def begin(self, generation_prompt: str) -> None:
+        """Take in what the prompt wrote of this turn (a continued message), without reporting it."""
+        opened = generation_prompt.partition(START + "assistant")[2]
+        if opened:
+            self.feed(opened)
+            self.message.content = self.message.reasoning = ""
+
     def _hold(self, text: str) -> None:
         self._header += text
 

@@ -17,8 +17,20 @@ Calls = list[tuple[str, str]]
 """(name, arguments as JSON)."""
 
 
+def _compact(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
 def python_calls(text: str) -> Calls | None:
-    """`[name(arg="x", n=1), other()]` as calls, or None. JSON's true, false and null are names Python lacks."""
+    """`[name(arg="x", n=1), other()]` as calls, or None. JSON's true, false and null are names Python lacks.
+
+    Models write line breaks into their strings, which Python does not allow; those are escaped and tried again.
+    """
+    found = _python_calls(text)
+    return found if found is not None or "\n" not in text.strip() else _python_calls(text.strip().replace("\n", "\\n"))
+
+
+def _python_calls(text: str) -> Calls | None:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -27,7 +39,7 @@ def python_calls(text: str) -> Calls | None:
             if not isinstance(node, ast.Call) or node.args:
                 return None
             arguments = {keyword.arg or "": _literal(keyword.value) for keyword in node.keywords}
-            calls.append((ast.unparse(node.func), json.dumps(arguments, ensure_ascii=False)))
+            calls.append((ast.unparse(node.func), _compact(arguments)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return calls
@@ -58,7 +70,7 @@ def gemma_calls(text: str) -> Calls | None:
         value, _ = _gemma_value(text, found.end())
     except (ValueError, RecursionError):
         return None
-    return [(found.group(1), json.dumps(value, ensure_ascii=False))]
+    return [(found.group(1), _compact(value))]
 
 
 def _gemma_value(text: str, at: int) -> tuple[Any, int]:

@@ -18,6 +18,8 @@ class Machine(OutputParser):
     """
 
     _openers: Sequence[str] = ()
+    _trim_content = False
+    """White space at the end of the content is layout."""
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -25,6 +27,7 @@ class Machine(OutputParser):
         self._buffer = ""
         self._state: State = self._in_content
         self._called = False
+        self._space = ""
 
     def _feed(self, text: str) -> None:
         self._buffer += text
@@ -34,6 +37,8 @@ class Machine(OutputParser):
     def _finish(self) -> None:
         """What is still in the buffer was no marker after all."""
         rest, self._buffer = self._buffer, ""
+        if self._trim_content:
+            rest = rest.rstrip()
         if self._state == self._in_content and not (self._called and not rest.strip()):
             self._content(rest)
 
@@ -46,12 +51,21 @@ class Machine(OutputParser):
                 return False
             if not self._could_open():
                 self._called = False
-        tag = self._until(self._openers, self._content)
+        tag = self._until(self._openers, self._text_before)
         if tag is None:
             return False
+        self._space = ""
         self._called = False
         self._state = self._opened(tag)
         return True
+
+    def _text_before(self, text: str) -> None:
+        """Content; with `_trim_content` its trailing white space waits for what follows."""
+        if self._trim_content:
+            text = self._space + text
+            self._space = text[len(text.rstrip()) :]
+            text = text.rstrip()
+        self._content(text)
 
     def _could_open(self) -> bool:
         """The buffer starts with an opener, or with a part of one."""

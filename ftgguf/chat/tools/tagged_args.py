@@ -33,6 +33,8 @@ class MarkupFormat:
     """One newline on both sides of a value is layout, not part of it."""
     attributes: bool = False
     """The key is followed by attributes: `name="k" string="true">` (DSML)."""
+    trim_content: bool = False
+    """White space between the text and the calls is layout."""
     cdata: bool = False
     """A value may stand in `<![CDATA[...]]>`."""
 
@@ -84,6 +86,7 @@ class MarkupParser(Machine):
         super().__init__(tools)
         self._format = format
         self._openers = (*format.sections, format.open)
+        self._trim_content = format.trim_content
         self._text = ""
         self._key = ""
         self._first = True

@@ -52,8 +52,10 @@ class TaggedJsonParser(Machine):
         return True
 
     def _opened(self, tag: str) -> State:
-        self._raw = tag
-        self._accept = None
+        self._raw, self._accept = tag, None
+        if tag[0] == "{":
+            self._buffer = tag + self._buffer
+            self._raw, self._accept = "", self._tools.__contains__
         self._in_list = False
         return self._before_call
 
