@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
+from ftgguf.bench.client import Answer
 from ftgguf.bench.report import NOISE_NATS, NOT_COMPARABLE, OUTPUTS_DIFFER, Divergence, Outputs, Report
 
 Greedy = list[tuple[int, float]]
@@ -62,3 +63,30 @@ def compare_tokens(report: Report, tokens: Mapping[str, Sequence[Sequence[int]]]
             report.trouble(
                 NOT_COMPARABLE, f"{name} tokenises {differ} of {len(theirs)} texts otherwise than {ours.name}"
             )
+
+
+def compare_texts(report: Report, ours: str, own: Sequence[Answer], peer: str, theirs: Sequence[Answer]) -> None:
+    """Add to `report.outputs` a peer whose stream names no tokens: texts are compared, and where they part the gap is
+    that of our token there. A shorter text that agrees as far as it goes is equal (the peer may stop early)."""
+    found = report.outputs
+    found.pairs.append((ours, peer))
+    for i, (a, b) in enumerate(zip(own, theirs, strict=True)):
+        same = next((k for k, (x, y) in enumerate(zip(a.text, b.text, strict=False)) if x != y), None)
+        if same is None:
+            continue
+        at = _piece_at(a.pieces, same)
+        gap = a.gaps[at] if at < len(a.gaps) else -1.0
+        fault = Divergence(ours, peer, i, at, a.tokens[at] if at < len(a.tokens) else -1, -1, gap, -1.0)
+        found.divergences.append(fault)
+        if fault in found.faults():
+            report.trouble(OUTPUTS_DIFFER, describe(fault, found.noise))
+
+
+def _piece_at(pieces: Sequence[str], char: int) -> int:
+    """The index of the piece that holds character `char` of the joined text."""
+    end = 0
+    for i, piece in enumerate(pieces):
+        end += len(piece)
+        if char < end:
+            return i
+    return len(pieces)

@@ -20,6 +20,13 @@ NOISE_NATS = 0.05
 not bit-stable across batch shapes and cache hits."""
 
 
+_ISA = (
+    *("avx2", "fma", "f16c", "avx_vnni", "avx512", "avx512_vbmi", "avx512_vnni", "avx512_bf16"),
+    *("neon", "dotprod", "matmul_int8", "sve"),
+)
+"""Instruction sets that decide the speed of a quantised product."""
+
+
 class Contestant(msgspec.Struct):
     """One side. Sizes in bytes, 0 where unknown; `isa` is empty where it cannot be known."""
 
@@ -152,12 +159,20 @@ class Report(msgspec.Struct):
                 return status
         return INTERRUPTED if self.interrupted else OK
 
-    def row(self, workload: str, metric: str, **fields: bool) -> Row:
+    def row(
+        self,
+        workload: str,
+        metric: str,
+        *,
+        higher_is_better: bool = True,
+        paired: bool = False,
+        quantiles: bool = False,
+    ) -> Row:
         """The row of that name, made on first use."""
         for row in self.rows:
             if (row.workload, row.metric) == (workload, metric):
                 return row
-        row = Row(workload, metric, **fields)
+        row = Row(workload, metric, higher_is_better, paired=paired, quantiles=quantiles)
         self.rows.append(row)
         return row
 
@@ -206,6 +221,4 @@ def missing_isa(ours: list[str], peer: list[str]) -> list[str]:
 
     AMX is left out, as our engine does not use it; a peer of unknown sets (empty) is not called lower.
     """
-    matters = ("avx2", "fma", "f16c", "avx_vnni", "avx512", "avx512_vbmi", "avx512_vnni", "avx512_bf16")
-    matters += ("neon", "dotprod", "matmul_int8", "sve")
-    return [name for name in matters if peer and name in ours and name not in peer]
+    return [name for name in _ISA if peer and name in ours and name not in peer]

@@ -1,4 +1,4 @@
-"""The report on a terminal: a header that says what was compared, one table with wins and losses alike, the troubles."""
+"""The report on a terminal: what was compared, one table with wins and losses alike, the troubles."""
 
 from __future__ import annotations
 

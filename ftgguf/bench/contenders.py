@@ -1,0 +1,150 @@
+"""The sides of a comparison over HTTP: how each is brought up, spoken to and put away."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftgguf.bench.client import RequestFailed, Target, identify
+from ftgguf.bench.options import Options
+from ftgguf.bench.peers import Peer
+from ftgguf.bench.report import Contestant
+from ftgguf.bench.servers import Server, ours_command, xllamacpp_command
+from ftgguf.bench.stepper import parse_isa
+from ftgguf.flags.table import by_spelling
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A side that is up. `server` is None where we did not start it."""
+
+    target: Target
+    server: Server | None = None
+
+    def check(self) -> None:
+        """Raises ServerError if it is gone."""
+        if self.server is not None:
+            self.server.check()
+
+
+@dataclass(slots=True)
+class Contender:
+    """One side and how to bring it up. `lost`: it failed, and is not tried again."""
+
+    contestant: Contestant
+    up: Callable[[], AbstractContextManager[Running]]
+    lost: bool = False
+    errors: list[str] = field(default_factory=list)
+
+
+def own_isa() -> list[str]:
+    """Instruction sets of our kernels (the same module that the engine process loads)."""
+    from ftgguf import _ggml_cpu as native
+
+    return [name for name, there in native.cpu_features().items() if there]
+
+
+def peer_flags(flags: list[str]) -> list[str]:
+    """`flags` without those that only ftgguf has."""
+    kept: list[str] = []
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        row, _ = by_spelling()[flag.replace("_", "-") if flag.startswith("--") else flag]
+        values = [rest.pop(0)] if row.takes_value and rest else []
+        if row.group != "ftgguf":
+            kept += [flag, *values]
+    return kept
+
+
+def make_contenders(options: Options, flags: list[str], peer: Peer | None) -> list[Contender]:
+    """Ours, and the peer in each variant that may be its best here.
+
+    On a machine without a GPU llama.cpp's two weight layouts are both tried: neither wins everywhere. `flags` are
+    llama-server's; our own among them go to our side alone.
+    """
+    ours = Contestant("ftgguf", ours=True, isa=own_isa())
+    sides = [Contender(ours, _local(ours, ours_command(flags), options))]
+    if peer is None:
+        return sides
+    if peer.kind in ("llama-server", "xllamacpp"):
+        shared = [*peer_flags(flags), *shlex.split(options.peer_args)]
+        for name, more in (("", []), (" plain", ["--no-repack"])):
+            given = [*shared, *more]
+            command = [peer.where, *given] if peer.kind == "llama-server" else xllamacpp_command(given)
+            side = Contestant(peer.kind + name, ours=False, layout="plain" if more else "its default")
+            sides.append(Contender(side, _local(side, command, options)))
+        return sides
+    side = Contestant("ollama" if peer.kind == "ollama" else peer.where, ours=False)
+    side.notes.append("not started by this comparison: what it was started with, its memory and kernels are unknown")
+    sides.append(Contender(side, _remote(side, peer, options)))
+    return sides
+
+
+def _local(side: Contestant, command: list[str], options: Options) -> Callable[[], AbstractContextManager[Running]]:
+    side.command = shlex.join(command)
+
+    @contextmanager
+    def up() -> Iterator[Running]:
+        with (
+            tempfile.TemporaryDirectory(prefix="ftgguf-bench-") as folder,
+            Server(command, Path(folder) / "log.txt", options.timeout) as server,
+        ):
+            target = identify(server.url, "", options.timeout)
+            side.load_seconds = server.load_seconds
+            _learn(side, target, server)
+            try:
+                yield Running(target, server)
+            finally:
+                _note_memory(side, server)
+
+    return up
+
+
+def _note_memory(side: Contestant, server: Server) -> None:
+    if server.memory is not None:
+        server.memory.look()
+        side.rss_steady = server.memory.steady
+        side.rss_peak = max(side.rss_peak, server.memory.peak)
+        side.vram_peak = max(side.vram_peak, server.memory.vram_peak)
+
+
+def _learn(side: Contestant, target: Target, server: Server) -> None:
+    """Build and instruction sets, from /props and from what llama-server prints at its start."""
+    with contextlib.suppress(RequestFailed):
+        side.build = str(target.get("/props").get("build_info", "")) or side.build
+    for line in server.text().splitlines():
+        if "system_info:" in line and not side.isa:
+            side.isa = list(parse_isa(line.split("system_info:", 1)[1]))
+
+
+def _remote(side: Contestant, peer: Peer, options: Options) -> Callable[[], AbstractContextManager[Running]]:
+    side.command = peer.where
+
+    @contextmanager
+    def up() -> Iterator[Running]:
+        if peer.kind == "ollama":
+            target = _ollama_target(peer.where, options)
+            side.build = side.build or f"Ollama {target.get('/api/version').get('version', '')}"
+        else:
+            target = identify(peer.where, options.peer_model, options.timeout)
+        try:
+            yield Running(target)
+        finally:
+            if peer.kind == "ollama":
+                with contextlib.suppress(RequestFailed):  # unload, so that ours has the memory
+                    target.post("/api/generate", {"model": target.model, "keep_alive": 0, "stream": False})
+
+    return up
+
+
+def _ollama_target(url: str, options: Options) -> Target:
+    if not options.peer_model:
+        text = "name the model as Ollama has it with --peer-model (`ollama list`); one made of the same file is "
+        raise RequestFailed(text + "made by: ollama create NAME -f Modelfile, with the line FROM /path/to/file.gguf")
+    return Target(url, "ollama", options.peer_model, timeout=options.timeout)

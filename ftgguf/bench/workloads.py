@@ -1,0 +1,214 @@
+"""The requests of a comparison over HTTP: prompts, generation, depth, short suffixes, parallel streams."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ftgguf.bench.client import Answer, Prompt, RequestFailed, Target, together
+from ftgguf.bench.prompts import TEXTS
+from ftgguf.bench.report import Contestant, Report
+
+SUFFIXES = (1, 16, 64, 256)
+STREAMS = (1, 2, 4)
+SHORT = 32
+"""Tokens of a prompt that is only there to start a generation."""
+
+
+class Source:
+    """Prompts of a given length: uniform random ids, or text where a side takes no ids."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self._n_vocab = n_vocab
+
+    def make(self, n: int, seed: int) -> Prompt:
+        """`n` tokens; the same for the same seed."""
+        ids: list[int] = np.random.default_rng(seed).integers(0, self._n_vocab, n).tolist()
+        return ids
+
+    def join(self, prefix: Prompt, suffix: Prompt) -> Prompt:
+        """One prompt of two."""
+        if isinstance(prefix, str) or isinstance(suffix, str):
+            return f"{prefix}{suffix}"
+        return [*prefix, *suffix]
+
+
+class TextSource(Source):
+    """Shuffled words of real text, about `n` tokens long: `words_per_token` is measured with our tokenizer."""
+
+    def __init__(self, tokenize: Callable[[str], Sequence[int]]) -> None:
+        super().__init__(0)
+        self._words = " ".join(TEXTS).split()
+        self._ratio = len(self._words) / max(1, len(tokenize(" ".join(self._words))))
+
+    def make(self, n: int, seed: int) -> Prompt:
+        words = random.Random(seed).choices(self._words, k=max(1, round(n * self._ratio)))
+        return " " + " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is asked of each side in a round; lengths in tokens."""
+
+    prompts: tuple[int, ...]
+    gens: tuple[int, ...]
+    depths: tuple[int, ...]
+    context: int
+    """Length of the context that short suffixes are added to; 0 leaves them out."""
+    streams: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens the longest single sequence needs."""
+        gen = max(self.gens, default=0)
+        lengths = [*self.prompts, *(d + SHORT + gen for d in self.depths), SHORT + gen, 512]
+        return max([*lengths, self.context + max(SUFFIXES) if self.context else 0])
+
+    @property
+    def cells(self) -> int:
+        """Cells of a pool that holds the longest sequence, a cached context and all streams."""
+        gen = max(self.gens, default=0)
+        return max(self.longest, max(self.streams, default=1) * (SHORT + gen)) + 256
+
+
+def make_plan(
+    workloads: Sequence[str], prompts: list[int], gens: list[int], depths: list[int], limit: int, report: Report
+) -> Plan:
+    """The plan for `workloads`, without what a context of `limit` tokens (the model's own) cannot hold: noted."""
+    gen = max(gens, default=0)
+
+    def fits(kind: str, values: Sequence[int], extra: int) -> tuple[int, ...]:
+        kept = tuple(v for v in values if v and v + extra <= limit)
+        left = [str(v) for v in values if v and v + extra > limit]
+        if left:
+            report.notes.append(f"left out, as the model's context is {limit} tokens: {kind} {', '.join(left)}")
+        return kept
+
+    room = max(0, limit - max(SUFFIXES) - 8)
+    context = min(max(depths, default=0) or 8192, room) if "suffix" in workloads else 0
+    if "suffix" in workloads and context < 256:
+        report.notes.append(f"left out, as the model's context is {limit} tokens: short suffixes on a long context")
+        context = 0
+    return Plan(
+        prompts=fits("prompts of", prompts, 1) if "pp" in workloads else (),
+        gens=fits("generations of", gens, SHORT) if {"tg", "streams", "depth"} & set(workloads) else (),
+        depths=fits("depths of", depths or [8192, 32768], SHORT + gen) if "depth" in workloads else (),
+        context=context,
+        streams=STREAMS if "streams" in workloads else (),
+    )
+
+
+@dataclass(slots=True)
+class Bench:
+    """Runs one round's workloads against one side and adds the samples to the report."""
+
+    report: Report
+    side: Contestant
+    target: Target
+    source: Source
+    plan: Plan
+    workloads: Sequence[str]
+    round: int
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    """Decode rates by the client's and by the server's clock."""
+    prompt_ns: list[tuple[str, int]] = field(default_factory=list)
+    """Prompt tokens as the server counted them, by prompt: sides must agree."""
+
+    def steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
+        """(workload's name, what measures it), in order."""
+        for n in self.plan.prompts:
+            yield f"pp{n}", lambda n=n: self._prompt(n)  # type: ignore[misc]
+        if "tg" in self.workloads:
+            for n in self.plan.gens:
+                yield f"tg{n}", lambda n=n: self._generate(n)  # type: ignore[misc]
+        for depth in self.plan.depths:
+            for n in self.plan.gens:
+                yield f"tg{n} @ d{depth}", lambda n=n, d=depth: self._at_depth(n, d)  # type: ignore[misc]
+        if self.plan.context:
+            yield f"suffixes on {self.plan.context}", self._suffixes
+        if "streams" in self.workloads:
+            for count in self.plan.streams:
+                for n in self.plan.gens:
+                    yield f"{count} x tg{n}", lambda n=n, c=count: self._streams(n, c)  # type: ignore[misc]
+
+    def warm_up(self) -> None:
+        """Untimed: a short prompt and a few tokens."""
+        self.target.complete(self.source.make(SHORT, 0), 8)
+
+    def _seed(self, what: int) -> int:
+        return 1000 * (self.round + 1) + what
+
+    def _add(self, workload: str, metric: str, values: Sequence[float], *, faster: bool, pooled: bool = False) -> None:
+        row = self.report.row(workload, metric, higher_is_better=faster, paired=not pooled, quantiles=pooled)
+        row.samples.setdefault(self.side.name, []).extend(values)
+
+    def _ask(self, name: str, prompt: Prompt, n: int, *, cache: bool = False) -> Answer:
+        answer = self.target.complete(prompt, n, cache=cache)
+        self.prompt_ns.append((f"{name} round {self.round}", answer.prompt_n))
+        if answer.n_gen != n:
+            self._note(f"{name}: it generated {answer.n_gen} tokens where {n} were asked for")
+        return answer
+
+    def _note(self, text: str) -> None:
+        if text not in self.side.notes:
+            self.side.notes.append(text)
+
+    def _prompt(self, n: int) -> None:
+        answer = self._ask(f"pp{n}", self.source.make(n, self._seed(n)), 1)
+        count = answer.prompt_n or n
+        self._add(f"pp{n}", "tok/s", [count / answer.ttft], faster=True)
+        self._add(f"pp{n}", "TTFT ms", [answer.ttft * 1e3], faster=False)
+
+    def _generate(self, n: int) -> None:
+        answer = self._ask(f"tg{n}", self.source.make(SHORT, self._seed(1)), n)
+        self._decoded(f"tg{n}", answer)
+
+    def _decoded(self, name: str, answer: Answer) -> None:
+        self._add(name, "tok/s", [answer.decode_rate], faster=True)
+        self._add(name, "gap ms", [g * 1e3 for g in answer.token_gaps], faster=False, pooled=True)
+        server = answer.server.get("predicted_per_second", 0.0)
+        if server:
+            self.rates.append((answer.decode_rate, server))
+        if not answer.counted:
+            self._note("gaps are between chunks of its stream: it does not say which tokens a chunk holds")
+
+    def _at_depth(self, n: int, depth: int) -> None:
+        name = f"tg{n} @ d{depth}"
+        prefix = self.source.make(depth, self._seed(2))
+        self.target.complete(prefix, 1, cache=True)
+        prompt = self.source.join(prefix, self.source.make(SHORT, self._seed(3)))
+        answer = self._ask(name, prompt, n, cache=True)
+        self._expect_cached(name, answer, depth)
+        self._decoded(name, answer)
+
+    def _suffixes(self) -> None:
+        length = self.plan.context
+        prefix = self.source.make(length, self._seed(4))
+        self.target.complete(prefix, 1, cache=True)
+        for n in SUFFIXES:
+            name = f"+{n} on {length}"
+            prompt = self.source.join(prefix, self.source.make(n, self._seed(5 + n)))
+            answer = self._ask(name, prompt, 1, cache=True)
+            self._expect_cached(name, answer, length)
+            self._add(name, "TTFT ms", [answer.ttft * 1e3], faster=False)
+
+    def _expect_cached(self, name: str, answer: Answer, length: int) -> None:
+        # a server may evaluate the last tokens of a prefix again; a tenth missing is another matter
+        if 0 <= answer.cached_n < 0.9 * length:
+            self._note(f"{name}: only {answer.cached_n} of {length} tokens came from its prefix cache")
+
+    def _streams(self, n: int, count: int) -> None:
+        prompts = [self.source.make(SHORT, self._seed(400 + i)) for i in range(count)]
+        answers = together([lambda p=p: self.target.complete(p, n) for p in prompts])  # type: ignore[misc]
+        name = f"{count} x tg{n}"
+        seconds = max(a.arrivals[-1] for a in answers)
+        self._add(name, "tok/s in all", [sum(a.n_gen for a in answers) / seconds], faster=True)
+        gaps = [g * 1e3 for a in answers for g in a.token_gaps]
+        self._add(name, "gap ms", gaps, faster=False, pooled=True)
+        self._add(name, "TTFT ms", [a.ttft * 1e3 for a in answers], faster=False, pooled=True)
+
+
+__all__ = ["Bench", "Plan", "RequestFailed", "Source", "TextSource", "make_plan"]
