@@ -128,7 +128,9 @@ class Client:
     # ------------------------------------------------------------------------------------------------- one request
 
     @contextmanager
-    def open(self, method: str, url: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
+    def open(
+        self, method: str, url: str, headers: dict[str, str] | None = None, challenge: bool = True
+    ) -> Iterator[httpx.Response]:
         """The answer to one request with its body unread, redirects followed; `.url` is where it came from.
 
         Raises Failed (may be tried again), Refused, Offline, BadAnswer. Error statuses that are final are returned.
@@ -138,7 +140,7 @@ class Client:
         client = self._client()
         target = parse_url(url)
         self._check_scheme(target)
-        challenged = False
+        challenged = not challenge
         for _ in range(MAX_REDIRECTS + 1):
             sent = dict(headers or {})
             credential = self._credentials.get(Origin.of(target))
@@ -186,7 +188,7 @@ class Client:
     # ---------------------------------------------------------------------------------------------- with tries
 
     def read(
-        self, url: str, limit: int, headers: dict[str, str] | None = None, method: str = "GET"
+        self, url: str, limit: int, headers: dict[str, str] | None = None, challenge: bool = True
     ) -> tuple[int, httpx.Headers, bytes]:
         """(status, headers, body) of a small answer; tried again as the module says. Redirects followed.
 
@@ -194,7 +196,7 @@ class Client:
         """
 
         def once() -> tuple[int, httpx.Headers, bytes]:
-            with self.open(method, url, headers) as response:
+            with self.open("GET", url, headers, challenge) as response:
                 body = read_limited(response, limit, host_of(url))
                 return response.status_code, response.headers, body
 

@@ -54,7 +54,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class GitOid:
-    """A git blob's SHA-1 (the Hub names files outside LFS by it): of `blob <size>` and a zero byte, then the content."""
+    """A git blob's SHA-1, by which the Hub names files outside LFS: of `blob <size>`, a zero byte and the content."""
 
     hex: str
 

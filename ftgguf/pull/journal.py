@@ -46,8 +46,7 @@ class Spans:
             while self._next < len(self.done):
                 index = self._next
                 self._next += 1
-                start, end = self.bounds(index)
-                if self.done[index] < end - start:
+                if not self._complete(index):
                     return index
             return None
 
@@ -58,7 +57,11 @@ class Spans:
     @property
     def missing(self) -> int:
         """Segments that are not complete."""
-        return sum(n < end - start for n, (start, end) in zip(self.done, map(self.bounds, range(len(self.done)))))
+        return sum(not self._complete(index) for index in range(len(self.done)))
+
+    def _complete(self, index: int) -> bool:
+        start, end = self.bounds(index)
+        return self.done[index] == end - start
 
     @property
     def frontier(self) -> int:
@@ -97,7 +100,8 @@ class Spans:
         count = -(-record.total // record.segment)
         if len(record.done) != count:
             return None
-        fits = all(0 <= n <= end - start for n, (start, end) in zip(spans.done, map(spans.bounds, range(count))))
+        bounds = [spans.bounds(index) for index in range(count)]
+        fits = all(0 <= n <= end - start for n, (start, end) in zip(record.done, bounds, strict=True))
         return spans if fits else None
 
 

@@ -19,6 +19,8 @@ LAYER_TYPE = "application/vnd.ollama.image."
 MAX_MANIFEST = 1 << 20
 """Bytes."""
 MAX_LAYERS = 64
+MAX_OWN_LAYERS = 1024
+"""In manifests of our own: a layer for each shard of a split model."""
 MAX_TEXT_LAYER = 8 << 20
 """Bytes of a layer that is read whole: template, system prompt, parameters, messages, licence, config."""
 
@@ -99,15 +101,15 @@ class Manifest:
         return self.of_kind("model")
 
 
-def parse_manifest(raw: bytes) -> Manifest:
-    """Decode and bound a manifest. Raises BadAnswer."""
+def parse_manifest(raw: bytes, max_layers: int = MAX_OWN_LAYERS) -> Manifest:
+    """Decode and bound a manifest; `MAX_LAYERS` for one from the network. Raises BadAnswer."""
     if len(raw) > MAX_MANIFEST:
         raise BadAnswer(f"the manifest has {len(raw)} bytes, more than a manifest can have")
     try:
         body = msgspec.json.decode(raw, type=_Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadAnswer(f"the manifest is not one of a model ({error})") from None
-    if len(body.layers) > MAX_LAYERS + 960 * (body.source.get("kind") == "hub"):
+    if len(body.layers) > max_layers:
         raise BadAnswer(f"the manifest has {len(body.layers)} layers, more than a model can have")
     layers = tuple(_layer(layer) for layer in body.layers)
     sizes: dict[Digest, int] = {}

@@ -132,6 +132,15 @@ class UrlName:
         name = unquote(urlsplit(self.url).path).rsplit("/", 1)[-1]
         return name if _file_name_ok(name) else "model.gguf"
 
+    @property
+    def stored(self) -> OllamaName:
+        """The name under which a store lists it: host, a hash of the address, the file's name without its suffix."""
+        netloc = (urlsplit(self.url).hostname or "") + (f":{port}" if (port := urlsplit(self.url).port) else "")
+        host = netloc if _PARTS["host"].fullmatch(netloc) else "url"
+        stem = re.sub(r"-\d{5}-of-\d{5}$", "", self.file_name.removesuffix(".gguf"))
+        model = stem if _PARTS["model"].fullmatch(stem) else "model"
+        return OllamaName(host, Digest.of(self.url.encode()).short, model, DEFAULT_TAG)
+
     def __str__(self) -> str:
         parts = urlsplit(self.url)  # query strings hold signatures, user infos passwords
         host = (parts.hostname or "") + (f":{parts.port}" if parts.port else "")
@@ -199,13 +208,14 @@ def parse_ollama(text: str) -> OllamaName:
         head, tag = cut.rsplit(":", 1)
     if tag.lower() == "cloud" or tag.lower().endswith("-cloud"):
         raise NameResolutionError(f"{shown(text)}: remote (cloud) models are not supported: pull a tag without 'cloud'")
-    scheme, parts = "https", head.rsplit("/", 2)
+    scheme, parts = "", head.rsplit("/", 2)
     if len(parts) == 3 and "://" in parts[0]:
         scheme, parts[0] = parts[0].split("://", 1)
     if len(parts) < 3:
         parts = [*(DEFAULT_HOST, DEFAULT_NAMESPACE)[: 3 - len(parts)], *parts]
     host, namespace, model = parts
-    return OllamaName(host, namespace, model, tag, scheme)
+    local = re.fullmatch(r"(localhost|127\.\d+\.\d+\.\d+)(:\d+)?", host, re.IGNORECASE)
+    return OllamaName(host, namespace, model, tag, scheme or ("http" if local else "https"))
 
 
 def parse_hub(repo: str, file: str = "") -> HubName:
@@ -219,6 +229,16 @@ def parse_hub(repo: str, file: str = "") -> HubName:
     return HubName(name.repo, "", file) if file else name
 
 
+def parse_model_url(url: str) -> HubName | UrlName:
+    """`-mu URL`: a file of a repository's main branch on the Hub is verified as one, all else is a plain address."""
+    name = UrlName(url)
+    parts = urlsplit(url)
+    found = re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/(.+\.gguf)", unquote(parts.path))
+    if found and (parts.hostname or "").lower() in HUB_HOSTS and parts.scheme == "https" and valid_repo(found[1]):
+        return HubName(found[1], "", found[2])
+    return name
+
+
 def _parse_hub(text: str, rest: str) -> HubName:
     """`user/repo`, then `:quant`, `:file.gguf`, `/path/file.gguf` or what the Hub's pages have in their addresses."""
     rest = rest.partition("?")[0].rstrip("/")
@@ -226,7 +246,9 @@ def _parse_hub(text: str, rest: str) -> HubName:
     if len(pieces) < 2:
         raise NameResolutionError(f"{shown(text)}: a model on the Hub is hf.co/user/repo or hf.co/user/repo:quant")
     if len(pieces) == 3:
-        file = re.sub(r"^(?:resolve|blob|raw)/[^/]+/", "", unquote(pieces[2]))
+        file = re.sub(r"^(?:resolve|blob|raw)/main/", "", unquote(pieces[2]))
+        if re.match(r"(?:resolve|blob|raw)/", file):
+            raise NameResolutionError(f"{shown(text)}: only a repository's main branch has a name; use -mu with a URL")
         if file.lower().endswith(".gguf"):
             return HubName(f"{pieces[0]}/{pieces[1]}", "", file)
         if not re.fullmatch(r"tree/[^/]+", file):
@@ -300,6 +322,6 @@ def _invalid(name: OllamaName, part: str, value: str) -> str:
         return f"the {part} {shown(value)} has {len(value)} characters, at most {limit} are allowed"
     others = {"host": "'-', '_', '.', ':'", "namespace": "'-', '_'"}.get(part, "'-', '_', '.'")
     return (
-        f"{shown(value)} cannot be the {part} of a model's name: letters, digits and {others}, beginning with a letter, "
-        "a digit or '_'"
+        f"{shown(value)} cannot be the {part} of a model's name: letters, digits and {others}, beginning with a "
+        "letter, a digit or '_'"
     )

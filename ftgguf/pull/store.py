@@ -214,18 +214,28 @@ class Store:
 
     def forget(self, manifest: Manifest) -> None:
         """Remove blobs and links of `manifest` that no manifest here needs any more."""
-        needed: set[Digest] = set()
-        ids: set[Digest] = set()
-        for parts in _all_parts(self.root):
-            kept = _read_entry(self.root, parts, "ftgguf")
-            if kept is not None:
-                needed.update(layer.digest for layer in kept.manifest.all_layers)
-                ids.add(kept.manifest.id)
+        kept = self._own_manifests()
+        if kept is None:
+            return
         for layer in manifest.all_layers:
-            if layer.digest not in needed:
-                remove(self.blob_path(layer.digest), self.root / "blobs" / f"sha256:{layer.digest.hex}")
-        if manifest.id not in ids:
+            self._drop(layer.digest, kept)
+        if all(manifest.id != other.id for other in kept):
             _remove_tree(self.root / "files" / manifest.id.hex)
+
+    def drop_unused(self, digest: Digest) -> None:
+        """Remove one blob of ours unless a manifest here names it."""
+        kept = self._own_manifests()
+        if kept is not None:
+            self._drop(digest, kept)
+
+    def _drop(self, digest: Digest, kept: list[Manifest]) -> None:
+        if not any(layer.digest == digest for manifest in kept for layer in manifest.all_layers):
+            remove(self.blob_path(digest), self.root / "blobs" / f"sha256:{digest.hex}")
+
+    def _own_manifests(self) -> list[Manifest] | None:
+        """All manifests; None if one cannot be read: what it needs is unknown, so nothing may go."""
+        entries = [_read_entry(self.root, parts, "ftgguf") for parts in _all_parts(self.root)]
+        return None if None in entries else [entry.manifest for entry in entries if entry is not None]
 
     def remove_stale(self) -> None:
         """Drop partial downloads that nobody continued for two weeks and nobody holds."""
@@ -255,7 +265,8 @@ class Store:
             raise NotFound(f"{entry.name} has no model file")
         if not layers[0].name:
             return paths[0]
-        return [self._link(entry.manifest.id, layer.name, path) for layer, path in zip(layers, paths, strict=True)][0]
+        links = [self._link(entry.manifest.id, layer.name, path) for layer, path in zip(layers, paths, strict=True)]
+        return links[0]
 
     def _link(self, manifest: Digest, name: str, target: Path) -> Path:
         """files/{manifest}/{name} -> the blob: a symlink, relative within the store; a hard link where those fail."""
