@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdio>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -150,6 +151,13 @@ void Weights::pack(ggml_tensor * packed, ggml_tensor * plain) {
     ggml_backend_tensor_set(packed, plain->data, 0, ggml_nbytes(plain));
 }
 
+// ggml prints a line for each tensor that it repacks. Only its warnings and errors are worth a user's eyes.
+static void log_to_stderr(ggml_log_level level, const char * text, void *) {
+    static thread_local bool shown = false;
+    if (level != GGML_LOG_LEVEL_CONT) shown = level == GGML_LOG_LEVEL_WARN || level == GGML_LOG_LEVEL_ERROR;
+    if (shown) std::fputs(text, stderr);
+}
+
 static nb::dict cpu_features() {
     nb::dict d;
     d["avx2"] = ggml_cpu_has_avx2() != 0;
@@ -169,6 +177,7 @@ static nb::dict cpu_features() {
 }
 
 void bind_backend(nb::module_ & m) {
+    ggml_log_set(log_to_stderr, nullptr);
     m.def("ggml_version", [] { return std::string(ggml_version()); }, "ggml's version string, as linked.");
     m.def("cpu_features", &cpu_features, "Instruction sets that this build of ggml uses: name -> bool.");
     m.def("has_kernel", [](int type) {

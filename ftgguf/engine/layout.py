@@ -37,12 +37,12 @@ def choose(wanted: str, *, repack: bool, can_repack: bool, size: int, available:
     `wanted` is `--weights-layout` (`auto`, `plain`, `repacked`, `both`), `repack` llama.cpp's `--no-repack` switch.
     """
     if not can_repack:
-        return Layout.PLAIN, "plain: this processor has no repacked kernels"
+        return Layout.PLAIN, "this processor has no repacked kernels"
     if not repack:
-        return Layout.PLAIN, "plain: --no-repack"
+        return Layout.PLAIN, "--no-repack"
     if wanted != "auto":
-        return Layout(wanted), f"{wanted}: --weights-layout"
+        return Layout(wanted), "--weights-layout"
     need = int(2 * size * 1.05) + (1 << 30)
     if available >= need:
-        return Layout.BOTH, "both: repacked for decode, the file's for prefill where that is faster"
-    return Layout.PLAIN, f"plain: both layouts need {need / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"
+        return Layout.BOTH, "repacked for decode, the file's for prefill where that is faster"
+    return Layout.PLAIN, f"both layouts need {need / 2**30:.1f} GiB, {available / 2**30:.1f} GiB are free"

@@ -55,8 +55,10 @@ def load_engine(config: ServerConfig, progress: Progress) -> Engine:
     source = GgmlSource(gguf, backend, layout, numbers.top_k / numbers.n_expert if numbers.n_expert else 1.0)
     model = build(source, numbers, config.context)
     _place(config, gguf, layout)
-    if layout is not Layout.PLAIN:
+    if source.packed_bytes:
         source.pack(config.cpu.threads_batch, lambda f: progress("repacking weights", f))
+    elif layout is not Layout.PLAIN:
+        layout, why = Layout.PLAIN, "ggml has no repacked kernels for this file's types here"
     executor = GgmlExecutor(
         source,
         model,
@@ -129,7 +131,8 @@ def _info(
         "kv_types": [config.context.type_k, config.context.type_v],
         "layout": layout.value,
         "layout_reason": why,
-        "packed_bytes": executor.source.packed_bytes if layout is not Layout.PLAIN else 0,
+        "packed_bytes": executor.source.packed_bytes,
+        "metadata": {"tokenizer.ggml.model": gguf.get("tokenizer.ggml.model", "", str)},
         "resident": psutil.Process().memory_info().rss,
         "cpu_features": features,
         "ggml": native.ggml_version(),
