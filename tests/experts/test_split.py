@@ -141,7 +141,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_never_slower_than_the_better_fixed_arm(name: str) -> None:
     """Over 7,000 steps the total is at most the better fixed arm's, plus what the rails' blocks cost, plus the
-    time of 200 steps for noticing and 0.5 %; trial blocks are at most 1 % of the steps. The fixed arms run over the same misses."""
+    time of 200 steps for noticing and 0.5 %; trial blocks are at most 1 % of the steps. The fixed arms run over
+    the same misses."""
     machines, prior = CASES[name]
     got = simulate(machines, prior, 7_000)
     assert got.ours <= min(got.fill, got.cpu) * (1.005 + 200 / 7_000) + got.rails, (name, got)
