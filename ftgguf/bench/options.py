@@ -26,7 +26,7 @@ tests (lists 1,2,4 and ranges 8-64*2 give one row each):
   -n, --n-gen N           tokens generated one by one (default: 128)
   -pg PP,TG               both in one test
   -d, --n-depth N         tokens of context before the test (default: 0)
-  -r, --repetitions N     timed repetitions of each test; rounds of a comparison (default: 5)
+  -r, --repetitions N     timed repetitions of each test; rounds of a comparison (default: 5; trace: 2)
   --no-warmup             no untimed run before the first repetition
   -b N  -ub N  -t N       batch, physical batch, threads; -ctk T -ctv T: type of the KV cache
   --seed N                of the random tokens (default: 1)
@@ -67,7 +67,8 @@ class Options:
     gens: list[int] = field(default_factory=list)
     pairs: list[tuple[int, int]] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
-    repetitions: int = 5
+    repetitions: int = 0
+    """0 until `parse` sets the default: 5, sessions 2."""
     warm_up: bool = True
     seed: int = 1
     output: str = "md"
@@ -159,6 +160,7 @@ _VARIED = (
 def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
     """The options of `argv`. `positional`: bare words are trace files. Raises UsageError."""
     options = Options()
+    default = 2 if positional else 5
     rest = list(argv)
     while rest:
         flag = rest.pop(0)
@@ -174,6 +176,7 @@ def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
             _take(options, flag, rest.pop(0))
         else:
             _engine_flag(options, flag, rest)
+    options.repetitions = options.repetitions or default
     _check(options)
     return options
 

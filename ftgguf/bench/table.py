@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ftgguf.bench import outputs
 from ftgguf.bench.llama_bench import table
-from ftgguf.bench.report import Contestant, Report, Row
+from ftgguf.bench.report import Contestant, Report, Row, Turn
 from ftgguf.bench.stats import Ratio, deviation, mean, percentile
 
 QUANTILES = (50, 90, 99)
@@ -113,14 +113,29 @@ def memory_table(report: Report) -> str:
 
 
 def turns_table(report: Report) -> str:
-    """Sessions: each turn's prompt, what was cached, and the time to the first token."""
-    rows = []
+    """Sessions turn by turn: the prompt, and for each side what was cached and the time to the first token.
+
+    Means over the rounds; a turn that failed in any round says so.
+    """
+    names = [c.name for c in report.contestants]
+    grouped: dict[tuple[str, int, str], dict[str, list[Turn]]] = {}
     for turn in report.turns:
-        cached = str(turn.cached_n) if turn.cached_n >= 0 else "-"
-        times = ["failed", turn.error[:60]] if turn.error else [_value(turn.ttft_ms), _value(turn.total_ms)]
-        rows.append([turn.session, str(turn.turn), turn.kind, turn.contestant, str(turn.prompt_n), cached, *times])
-    columns = ["session", "turn", "kind", "side", "prompt", "cached", "TTFT ms", "total ms"]
-    return table(columns, rows, left=("session", "kind", "side"))
+        grouped.setdefault((turn.session, turn.turn, turn.kind), {}).setdefault(turn.contestant, []).append(turn)
+    rows = []
+    for (session, number, kind), sides in grouped.items():
+        row = [session, str(number), kind, str(max(t.prompt_n for turns in sides.values() for t in turns))]
+        for name in names:
+            turns = sides.get(name, [])
+            if not turns or any(t.error for t in turns):
+                row += ["-", "failed" if turns else "-"]
+                continue
+            cached = min(t.cached_n for t in turns)
+            row += [str(cached) if cached >= 0 else "-", _value(mean([t.ttft_ms for t in turns]))]
+        rows.append(row)
+    columns = ["session", "turn", "kind", "prompt"]
+    for name in names:
+        columns += [f"cached {name}", f"TTFT ms {name}"]
+    return table(columns, rows, left=("session", "kind"))
 
 
 def footer(report: Report) -> str:
