@@ -40,24 +40,26 @@ class KvCache:
             return self.tree.match(sequence.known, limit=sequence.n_tokens - 1)
         return Match(0, self.tree.root, [], False)
 
-    def begin(self, sequence: Sequence, match: Match, spare: int) -> bool:
+    def begin(self, sequence: Sequence, match: Match, spare: int, pin: bool = True) -> bool:
         """Give the sequence the cells of `match` and room for all its known tokens.
 
         False (and nothing changes) when even eviction leaves fewer than `spare` pages besides. `match` must be fresh.
+        Without `pin` the tree may evict the nodes of the match, where a page of the path is not the sequence's; only
+        for a match of whole pages.
         """
         offset = match.length % PAGE
         keep = match.length // PAGE + (1 if match.adoptable else 0)
         need = pages_for(sequence.n_tokens) - keep
-        refused = (self.pool.version, self.tree.version, sequence.id, spare, match.length)
+        refused = (self.pool.version, self.tree.version, sequence.id, spare, match.length, pin)
         if self._refused == refused:
             return False
         shared = match.pages[:keep]
         self.pool.retain(shared)
-        node = self.tree.lock_prefix(match.node, match.length)
+        node = self.tree.lock_prefix(match.node, match.length if pin else 0)
         if not self._make_room(need, spare):
             self.tree.unlock(node)
             self.pool.release(shared)
-            self._refused = (self.pool.version, self.tree.version, sequence.id, spare, match.length)
+            self._refused = (self.pool.version, self.tree.version, sequence.id, spare, match.length, pin)
             self.refusals += 1
             return False
         fresh = self.pool.alloc(need, after=shared[-1] if shared else -1)

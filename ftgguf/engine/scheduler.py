@@ -225,7 +225,7 @@ class Scheduler:
         if not self.cache.begin(sequence, match, spare):
             if holders:
                 return False
-            if not self.cache.begin(sequence, match.whole_pages(), 0):
+            if not self.cache.begin(sequence, match.whole_pages(), 0, pin=False):
                 self._exhaust(sequence)
                 return False
         if sequence.state == State.READY:
