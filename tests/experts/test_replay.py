@@ -17,7 +17,7 @@ HALF = Machine(phi=0.5)
 
 @pytest.fixture(scope="module")
 def trace() -> replay.Trace:
-    return load_trace(TRACE, 150)
+    return load_trace(TRACE, 200, 200)
 
 
 def test_trace() -> None:
