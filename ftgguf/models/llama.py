@@ -5,7 +5,7 @@ from __future__ import annotations
 from ftgguf.flags.config import ContextConfig
 from ftgguf.layers.params import Block, Decoder, RopeKind
 from ftgguf.models import parts
-from ftgguf.models.config import Keys, ModelError, Numbers, read_rope
+from ftgguf.models.config import ModelError, Numbers, read_rope
 from ftgguf.models.source import Source
 
 
@@ -15,10 +15,9 @@ def build(s: Source, n: Numbers, context: ContextConfig) -> Decoder:
     # Llama 3 files carry one frequency table for all layers
     factors = s.maybe_vector("rope_freqs.weight", n.rope_dims // 2)
     rope = read_rope(s.gguf, n, context, RopeKind.NORM, factors)
-    scale = Keys(s.gguf).number("attention.scale", 0.0)
     blocks = []
     for i in range(n.n_layer):
-        attention = parts.attention(s, n, i, rope, scale=scale)
+        attention = parts.attention(s, n, i, rope)
         norm = s.vector(f"blk.{i}.ffn_norm.weight", n.n_embd)
         if s.has(f"blk.{i}.ffn_gate_inp.weight"):
             ffn = parts.softmax_moe(s, n, i, parts.expert_width(s, n, n.ff[i]), shared=n.shared_ff)

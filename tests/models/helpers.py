@@ -20,13 +20,18 @@ from ftgguf.nouns import F32, Batch
 
 
 def load(
-    path: Path, layout: Layout = Layout.PLAIN, n_cells: int = 1024, max_rows: int = 256, kv: str = "f16"
+    path: Path,
+    layout: Layout = Layout.PLAIN,
+    n_cells: int = 1024,
+    max_rows: int = 256,
+    kv: str = "f16",
+    context: ContextConfig | None = None,
 ) -> GgmlExecutor:
     gguf = open_gguf(path)
     numbers = read_numbers(gguf)
     fraction = numbers.top_k / numbers.n_expert if numbers.n_expert else 1.0
     source = GgmlSource(gguf, native.Backend(2), layout, fraction)
-    model = family(gguf.architecture)(source, numbers, ContextConfig())
+    model = family(gguf.architecture)(source, numbers, context or ContextConfig())
     assert not source.left_over(), "the model takes every tensor of the file"
     source.pack(2, lambda fraction: None)
     return with_kv(source, model, kv, n_cells, max_rows)

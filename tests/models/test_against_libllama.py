@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from compat.oracle import Oracle
 from ftgguf.engine.layout import Layout
@@ -90,3 +91,38 @@ def test_both_layouts_agree_with_plain(synthetic: Callable[..., Path]) -> None:
     tokens = some_tokens(executor, 200)
     np.testing.assert_array_equal(executor.forward(rows(tokens, 0, [199])), plain.forward(rows(tokens, 0, [199])))
     np.testing.assert_array_equal(step_by_step(executor, tokens[:5]), step_by_step(packed, tokens[:5]))
+
+
+def with_keys(source: Path, target: Path, keys: dict[str, object]) -> Path:
+    """A copy of `source` with more metadata."""
+    reader, writer = GGUFReader(source), GGUFWriter(target, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if kind is GGUFValueType.ARRAY else None)
+    for name, value in keys.items():
+        getattr(writer, {str: "add_string", float: "add_float32", int: "add_uint32"}[type(value)])(name, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+        {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.attn_factor": 1.25},
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+        {"rope.scale_linear": 4.0, "rope.freq_base": 5e5},
+        {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+        {"attention.scale": 0.3},
+    ],
+    ids=lambda keys: "-".join(keys),
+)
+def test_rope_scaling_keys(stories_dense: Path, tmp_path: Path, keys: dict[str, object]) -> None:
+    """libllama derives its rotation from the same keys, and ignores `attention.scale` in this family."""
+    compare(with_keys(stories_dense, tmp_path / "m.gguf", {f"llama.{k}": v for k, v in keys.items()}), Layout.PLAIN, 90)
