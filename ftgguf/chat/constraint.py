@@ -21,7 +21,7 @@ from ftgguf.chat.tools.tagged_json import TaggedFormat
 from ftgguf.engine.messages import Grammar
 
 ANY_OBJECT = {"type": "object"}
-_SPACE = "SPACE: /[ \\n\\t]{0,16}/"
+_SPACE = "SPACE: /[ \\n]{0,2}/"
 _JSON_SPACE = r"( |\n{1,2}[ \t]{0,20})?"
 
 
@@ -66,7 +66,29 @@ def _arguments_schema(tool: dict[str, Any]) -> dict[str, Any]:
     parameters = tool["function"].get("parameters")
     if not isinstance(parameters, dict) or not parameters:
         return ANY_OBJECT
-    return ANY_OBJECT if _compiles("json_schema", json.dumps(parameters)) else parameters
+    closed = closed_schema(parameters)
+    return ANY_OBJECT if _compiles("json_schema", json.dumps(closed)) else closed
+
+
+def closed_schema(schema: Any, depth: int = 0) -> Any:
+    """`schema` with llama.cpp's reading of silence: an object that lists properties has no others unless it says so.
+
+    Parts of `allOf` are left open, because each of them must accept the properties of the others.
+    """
+    if depth > 64:
+        return schema
+    if isinstance(schema, list):
+        return [closed_schema(item, depth + 1) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out = {
+        key: value if key in ("allOf", "const", "enum", "default", "examples") else closed_schema(value, depth + 1)
+        for key, value in schema.items()
+    }
+    listed = isinstance(out.get("properties"), dict) and out.get("type", "object") == "object"
+    if listed and not {"additionalProperties", "allOf", "patternProperties", "unevaluatedProperties"} & set(out):
+        out["additionalProperties"] = False
+    return out
 
 
 def _json_rule(schema: Any) -> str:
@@ -77,6 +99,8 @@ def _json_rule(schema: Any) -> str:
 
 def _tagged(format: TaggedFormat, tools: list[dict[str, Any]], lit: Literals, parallel: bool) -> list[str]:
     rules, names = [], []
+    before = '(ID SPACE "," SPACE)? ' if format.keep_ids else ""
+    after = '(SPACE "," SPACE ID)? ' if format.keep_ids else ""
     for index, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
         names.append(f"call_{index}")
@@ -87,8 +111,8 @@ def _tagged(format: TaggedFormat, tools: list[dict[str, Any]], lit: Literals, pa
                 "name", "parameters" if "python_tag" in format.open[0] else "arguments"
             )  # fmt: skip
             rules.append(
-                f'call_{index}: "{{" SPACE (ID SPACE "," SPACE)? "\\"{key}\\"" SPACE ":" SPACE {json.dumps(name)} '
-                f'SPACE "," SPACE "\\"{value}\\"" SPACE ":" SPACE args_{index} (SPACE "," SPACE ID)? SPACE "}}"'
+                f'call_{index}: "{{" SPACE {before}"\\"{key}\\"" SPACE ":" SPACE {json.dumps(name)} '
+                f'SPACE "," SPACE "\\"{value}\\"" SPACE ":" SPACE args_{index} {after}SPACE "}}"'
             )
         rules.append(f"args_{index}: {_json_rule(_arguments_schema(tool))}")
     one = "one: " + " | ".join(names)
@@ -172,6 +196,7 @@ def schema_grammar(schema: Any, after: str, thought: tuple[str, ...], control: M
     """The answer is a document of `schema`. `after`: the tag that ends a thinking block the prompt has opened;
     `thought`: tags of one that the model may open itself. A schema that does not compile fails its request, in the
     engine."""
+    schema = closed_schema(schema)
     text = json.dumps(schema)
     if not thought or not isinstance(schema, dict) or _compiles("json_schema", text):
         return Grammar(kind="json_schema", text=text, after=after)

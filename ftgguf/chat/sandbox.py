@@ -160,7 +160,6 @@ class ChatEnvironment(SandboxedEnvironment):
         if isinstance(getattr(function, "__self__", None), str):
             if any(isinstance(a, int) and a > MAX_CHARACTERS for a in (*arguments, *named.values())):
                 raise RenderLimit("a string method of the chat template was asked for too much")
-            _check_widths(function.__self__ if getattr(function, "__name__", "").startswith("format") else "")
             if getattr(function, "__name__", "") == "replace" and len(arguments) >= 2:
                 text, old, new = function.__self__, str(arguments[0]), str(arguments[1])
                 self.budget.size((text.count(old) if old else len(text) + 1) * len(new))
@@ -170,6 +169,13 @@ class ChatEnvironment(SandboxedEnvironment):
         if isinstance(result, str):
             self.budget.size(len(result))
         return result
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """`str.format` and `format_map`, wherever the template reaches for them."""
+        text = getattr(value, "__self__", None)
+        if isinstance(text, str) and getattr(value, "__name__", "") in ("format", "format_map"):
+            _check_widths(text)
+        return super().wrap_str_format(value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         self.budget.step()

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ftgguf.chat.constraint import closed_schema
 from ftgguf.engine.messages import Grammar
 from ftgguf.server.errors import InvalidRequest
 from ftgguf.server.params import REASONING_FORMATS, RequestParams
@@ -132,7 +133,7 @@ def _grammar(params: RequestParams, value: Any, name: str, _: Context) -> None:
         schema = value if isinstance(value, dict | bool) else {}
         if schema == {}:
             schema = {"type": "object"}
-        params.grammar = Grammar(kind="json_schema", text=msgspec.json.encode(schema).decode())
+        params.grammar = Grammar(kind="json_schema", text=msgspec.json.encode(closed_schema(schema)).decode())
     elif isinstance(value, Grammar):
         params.grammar = value
     elif isinstance(value, str) and value:

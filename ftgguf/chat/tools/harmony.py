@@ -40,11 +40,10 @@ class HarmonyParser(Machine):
 
     def _in_header(self) -> bool:
         """Up to `<|message|>`: the channel and the recipient. Text without any marker is the answer itself."""
-        if CHANNEL not in self._header + self._buffer and not self._may_be_header():
-            self._content(self._header + self._buffer)
-            self._header = self._buffer = ""
+        if not self._may_be_header():
+            self._buffer, self._header = self._header + self._buffer, ""
             self._sink, self._state = "content", self._in_message
-            return False
+            return True
         if self._until((MESSAGE,), self._hold) is None:
             return False
         header, self._header = self._header, ""

@@ -169,6 +169,7 @@ class JsonCall:
             else "id" if self._key in ID_KEYS
             else ""
         )  # fmt: skip
+        self._text_inside: bool | None = None
         if self._kind == "arguments":
             self._seen_arguments = True
 
@@ -187,7 +188,9 @@ class JsonCall:
 
     def _argument_text(self, part: str, done: bool) -> None:
         """Pass on, or hold: a JSON text inside a string is decoded as a whole, and the name may come later."""
-        if self._held or part.startswith('"'):
+        if self._text_inside is None:
+            self._text_inside = part.startswith('"')
+        if self._text_inside:
             self._held += part
             if not done:
                 return

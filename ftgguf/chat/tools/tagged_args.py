@@ -103,11 +103,10 @@ class MarkupParser(Machine):
 
     def _in_section(self) -> bool:
         """After a section's marker: the first call, or it was no section."""
+        space = len(self._buffer) - len(self._buffer.lstrip())
+        self._tag += self._buffer[:space]
         if not self._skip_space():
             return False
-        if self._format.open == self._tag:
-            self._state = self._in_name
-            return True
         for marker in self._format.section_close:
             if self._starts(marker):
                 self._buffer = self._buffer[len(marker) :]
