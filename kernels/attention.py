@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import dot, tanh
+from .device import INTERPRET, dot, tanh
 from .kvcache import PAGE, KVCache
 
 
@@ -195,7 +195,7 @@ _TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.fl
 def decode_splits(rows: int, kv_heads: int, programs: int = 264) -> int:
     """Splits of the context per row: a power of two that gives about `programs` programs (two for each of 132
     multiprocessors); fixed per row count, so a captured graph serves every context length."""
-    want = max(1, programs // max(1, rows * kv_heads))
+    want = max(1, (4 if INTERPRET.value else programs) // max(1, rows * kv_heads))
     return int(min(64, triton.next_power_of_2(want + 1) // 2))
 
 

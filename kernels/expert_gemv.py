@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .act import ACTIVATIONS, activate
 from .activations import Activations
+from .device import INTERPRET
 from .formats import Activation, Type
 from .gemv import QuantFormats, operands
 from .matrix import ExpertMatrix, ExpertWeights
@@ -86,6 +87,11 @@ def _down(
         tl.store(out + p.to(tl.int64) * N + n, v, mask=n < N)
 
 
+def tile_rows() -> tuple[int, int]:
+    """(weight rows of a program, warps)."""
+    return (64, 4) if INTERPRET.value else (4, 4)
+
+
 def groups(type_: Type, k: int) -> int:
     """Groups a program takes at once for a matrix of row length `k`."""
     if not QuantFormats.integer(type_):
@@ -110,7 +116,7 @@ def gate_up(
     experts' own numbers (biases and scales), `slot_addr` int64 [slots] device addresses. One launch."""
     m, k = ids.shape
     up, gate = w.up, w.gate or w.up
-    bn, warps = config or (4, 4)
+    bn, warps = config or tile_rows()
     out = torch.empty(m * k, up.n, dtype=torch.float32, device=ids.device) if out is None else out
     from .dequant_iq import grid_table
 
@@ -139,7 +145,7 @@ def down(
 ) -> torch.Tensor:
     """float32 [M * k, D]: the down product of each pair's own row of `h` [M * k, F]. One launch."""
     pairs = ids.numel()
-    bn, warps = config or (4, 4)
+    bn, warps = config or tile_rows()
     out = torch.empty(pairs, w.n, dtype=torch.float32, device=ids.device) if out is None else out
     from .dequant_iq import grid_table
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .activations import Activations
+from .device import INTERPRET
 from .formats import Activation, Type
 from .matrix import QuantMatrix
 from .rowdot import row_dot
@@ -74,6 +75,8 @@ def _gemv(
 
 def tile_config(type_: Type, n: int, k: int) -> tuple[int, int, int]:
     """(BN weight rows, G groups, warps) for a matrix; chosen by measurement, see docs/measurements/kernels.md."""
+    if INTERPRET.value:  # whole arrays are cheap there, programs are not
+        return 64, 32, 4
     if not QuantFormats.integer(type_):
         return 4, 128, 4
     groups = k // 16 if type_ == Type.Q8_0 else k // 32

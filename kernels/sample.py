@@ -12,7 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK = 2048
+from .device import INTERPRET
+
+BLOCK = 128 if INTERPRET.value else 2048
+"""Keys that one program sorts, if k is at most half of it (sorting is slow under the interpreter)."""
+MAX_K = 1024
 
 
 @triton.jit
@@ -73,19 +77,20 @@ def prefilter(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor,
     """(values float32 [M, k], ids int32 [M, k], logsumexp float32 [M]) of float32 logits [M, V]: the k largest, best
     first, equal ones by index. k up to 1024 and at most V."""
     m, v = logits.shape
-    if not 1 <= k <= min(v, BLOCK // 2):
-        raise ValueError(f"k must be 1 to {min(v, BLOCK // 2)}, not {k}")
+    if not 1 <= k <= min(v, MAX_K):
+        raise ValueError(f"k must be 1 to {min(v, MAX_K)}, not {k}")
     device = logits.device
     keep = triton.next_power_of_2(k)
-    blocks = triton.cdiv(v, BLOCK)
+    block = max(BLOCK, 2 * keep)
+    blocks = triton.cdiv(v, block)
     keys = torch.empty(m, blocks * keep, dtype=torch.int64, device=device)
     stat = torch.empty(m, blocks, 2, dtype=torch.float32, device=device)
-    _first[(m, blocks)](logits.contiguous(), keys, stat, v, blocks, B=BLOCK, KEEP=keep, num_warps=8)
+    _first[(m, blocks)](logits.contiguous(), keys, stat, v, blocks, B=block, KEEP=keep, num_warps=8)
     count = blocks * keep
     while count > keep:
-        left = triton.cdiv(count, BLOCK)
+        left = triton.cdiv(count, block)
         out = torch.empty(m, left * keep, dtype=torch.int64, device=device)
-        _again[(m, left)](keys, out, count, left, B=BLOCK, KEEP=keep, num_warps=8)
+        _again[(m, left)](keys, out, count, left, B=block, KEEP=keep, num_warps=8)
         keys, count = out, left * keep
     values = torch.empty(m, k, dtype=torch.float32, device=device)
     ids = torch.empty(m, k, dtype=torch.int32, device=device)

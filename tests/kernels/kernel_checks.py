@@ -88,9 +88,7 @@ def check_experts(case: ExpertCase, m: int, top_k: int, experts: int, seed: int,
     assert nmse(total, sums) <= 1e-11
 
 
-def attention_reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, spec: AttentionSpec
-) -> np.ndarray:
+def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, spec: AttentionSpec) -> np.ndarray:
     """One row [HQ, HD] against the keys [L, HK, HD] of its sequence, in float64."""
     hq, hk = q.shape[0], k.shape[1]
     at = np.arange(k.shape[0])
@@ -133,9 +131,7 @@ def fill_cache(
         cell = torch.from_numpy((table[s, p // PAGE] * PAGE + p % PAGE).astype(np.int32)).to(DEVICE)
         k, v = (rows(n, heads * d, seed + 10 * s + i) for i, d in enumerate(size))
         position = torch.arange(n, dtype=torch.int32, device=DEVICE)
-        qk_norm_rope_write(
-            k, k, v, None, position, cache=cache, cell=cell, heads=(heads, heads), head_size=size
-        )
+        qk_norm_rope_write(k, k, v, None, position, cache=cache, cell=cell, heads=(heads, heads), head_size=size)
         for out, t, sc in ((keys, cache.k, cache.k_scale), (values, cache.v, cache.v_scale)):
             x = t[cell.long()].double()
             if sc is not None:
@@ -170,7 +166,10 @@ def check_attention(
         y = attention_prefill(q, cache, table, tiles, pos, spec, bm=bm)
     qn = q.double().cpu().numpy()
     want = np.stack(
-        [attention_reference(qn[i], keys[s], values[s], p, spec) for i, (s, p) in enumerate(zip(sequence, position))]
+        [
+            attention_reference(qn[i], keys[s], values[s], p, spec)
+            for i, (s, p) in enumerate(zip(sequence, position, strict=True))
+        ]
     )
     error = nmse(y, want.reshape(len(position), -1))
     assert error <= (1e-3 if kind == "bf16" else 1e-5), f"NMSE {error:.3g}"

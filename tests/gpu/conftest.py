@@ -1,0 +1,31 @@
+"""These tests need a CUDA device; without one they are collected and skipped, so that the skip is seen.
+
+FTGGUF_SHARD=i/n runs every n-th test from the i-th: several processes compile and test side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+torch = pytest.importorskip("torch", reason="the kernels need torch")
+if not torch.cuda.is_available():  # importing the kernels without a device needs the interpreter
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the kernels need triton")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device (torch.cuda.is_available() is false)"))
+    shard = os.environ.get("FTGGUF_SHARD")
+    if shard:
+        index, count = map(int, shard.split("/"))
+        items[:] = items[index::count]
