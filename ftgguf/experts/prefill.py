@@ -139,7 +139,7 @@ def choose(layer: Layer, rows: int, union: float, link_head_start: float, ring_s
     compute = layer.costs.gpu.seconds(union * layer.expert_bytes, entries)
     if missing < 0.5:
         return Choice(Mode.RESIDENT, compute, layer.dense + compute, {Mode.RESIDENT: compute})
-    whole = round(missing)
+    whole = max(1, round(missing))
     each = entries / max(union, 1.0)
     cpu_all = max(
         layer.costs.cpu.seconds(missing * layer.expert_bytes, missing * each), compute * (1 - missing / union)
@@ -149,7 +149,7 @@ def choose(layer: Layer, rows: int, union: float, link_head_start: float, ring_s
     pieces = max(1, ceil(absent / max(1, ring_slots // 2)))
     stream = layer.costs.stream.seconds(absent * layer.expert_bytes)
     waits = max(0.0, stream - link_head_start)
-    gather = layer.costs.gather.seconds(missing * layer.expert_bytes)
+    gather = layer.costs.gather.seconds(whole * layer.expert_bytes)
     q, shared = cpu_share(whole, [each] * whole, layer)
     ways = {
         # A ring of one slot cannot copy and compute at once.
