@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ftgguf.layers.params import Block, Decoder, Mlp
+from ftgguf.layers.params import Block, Decoder
 from ftgguf.ops.base import Ops, Tensor
 
 
@@ -17,17 +17,8 @@ def block(ops: Ops, layer: int, h: Tensor, p: Block, *, last: bool) -> Tensor | 
     q = ops.rope_write(layer, q, k, v, a)
     if last and ops.n_outputs == 0:
         return None
-    y = ops.linear(a.out, ops.attend(layer, q, a))
-    if last:
-        y, h = ops.select(y), ops.select(h)
-    h = ops.add(_scaled(ops, y, p.residual_scale), h)
-    x = ops.rms_norm(h, p.ffn_norm, p.eps)
-    y = ops.mlp(x, p.ffn) if isinstance(p.ffn, Mlp) else ops.moe(x, p.ffn)
-    return ops.add(_scaled(ops, y, p.residual_scale), h)
-
-
-def _scaled(ops: Ops, x: Tensor, factor: float) -> Tensor:
-    return x if factor == 1.0 else ops.scale(x, factor)
+    h = ops.attention_out(ops.attend(layer, q, a), a.out, h, p.residual_scale, last)
+    return ops.feed_forward(h, p.ffn_norm, p.eps, p.ffn, p.residual_scale)
 
 
 def segment(ops: Ops, model: Decoder, first: int, last: int, h: Tensor | None = None) -> Tensor | None:

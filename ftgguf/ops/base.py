@@ -134,6 +134,19 @@ class Ops(ABC):
         self.write_kv(layer, k, v)
         return q
 
+    def attention_out(self, y: Tensor, p: Linear, h: Tensor, factor: float, last: bool) -> Tensor:
+        """h + factor * (y W^T), in the model's last block for the wanted rows only."""
+        y = self.linear(p, y)
+        if last:
+            y, h = self.select(y), self.select(h)
+        return self.add(y if factor == 1.0 else self.scale(y, factor), h)
+
+    def feed_forward(self, h: Tensor, norm: Weight, eps: float, p: Mlp | Moe, factor: float) -> Tensor:
+        """h + factor * ffn(norm(h)), dense or routed."""
+        x = self.rms_norm(h, norm, eps)
+        y = self.mlp(x, p) if isinstance(p, Mlp) else self.moe(x, p)
+        return self.add(y if factor == 1.0 else self.scale(y, factor), h)
+
     def route(self, x: Tensor, p: Router) -> tuple[Tensor, Tensor]:
         """(ids int32 [rows, k], weights float32 [rows, k]) by llama.cpp's order of operations."""
         logits = self.linear(p.gate, x)
