@@ -13,8 +13,7 @@ from ftgguf.bench.alone import config_for
 from ftgguf.bench.in_process import GREEDY_TOKENS, Duel, say
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import NoPeer, find_peer
-from ftgguf.bench.plan import Test
-from ftgguf.bench.report import NOT_COMPARABLE, PEER_FAILED, Report, to_json
+from ftgguf.bench.report import PEER_FAILED, Report, to_json
 from ftgguf.flags.table import by_spelling
 from ftgguf.gguf import GGUFFile, open_gguf
 
@@ -109,6 +108,3 @@ def shared_flags(argv: list[str]) -> list[str]:
         if paths and all(path in SHARED for path in paths):
             kept += [flag, *values]
     return kept
-
-
-__all__ = ["NOT_COMPARABLE", "Test", "finish", "new_report", "run", "shared_flags"]

@@ -12,12 +12,12 @@ from ftgguf import __version__
 from ftgguf.bench import host
 from ftgguf.bench.llama_bench import WRITERS, Result
 from ftgguf.bench.options import Options
-from ftgguf.bench.plan import Test, random_tokens
+from ftgguf.bench.plan import SpeedTest, random_tokens
 from ftgguf.bench.stepper import OursStepper, Timer
 from ftgguf.flags import ServerConfig, parse_server
 
 
-def config_for(path: str, engine: list[str], tests: tuple[Test, ...], reserve: int = 0) -> ServerConfig:
+def config_for(path: str, engine: list[str], tests: tuple[SpeedTest, ...], reserve: int = 0) -> ServerConfig:
     """The engine's configuration for one sequence through `tests`: a context as large as the largest needs.
 
     `reserve`: tokens of context needed besides. Raises FlagError.

@@ -21,6 +21,12 @@ dt { font-weight: 600; margin-top: .4rem; } dd { margin: 0; overflow-wrap: anywh
 """
 
 
+_LEGEND = """<h2>How to read this</h2><p>Each row is one kind of work, measured in rounds in which the sides take turns.
+A ratio above 1 means ftgguf is better: speeds are divided, times inverted (of p50 for the time to the first token, of
+p99 for gaps between tokens). The brackets are a 95 % bootstrap interval; where it lies wholly below 1 ftgguf is slower
+and the row says so.</p>"""
+
+
 def page(report: Report) -> str:
     """The page."""
     parts = [
@@ -28,9 +34,7 @@ def page(report: Report) -> str:
         _verdict(report),
         _facts(report),
         _sides(report),
-        "<h2>How to read this</h2><p>Each row is one kind of work, measured in rounds in which the sides take turns. "
-        "A ratio above 1 means ftgguf is better: speeds are divided, times inverted. The brackets are a 95 % bootstrap "
-        "interval; where it lies wholly below 1 ftgguf is slower and the row says so.</p>",
+        _LEGEND,
         _ratio_plot(report),
         _rows(report),
         _turn_plots(report),
@@ -95,10 +99,14 @@ def _ratio_plot(report: Report) -> str:
     bars = []
     for row in report.rows:
         for peer in report.peers:
-            ratio = report.ratio(row, peer, 50 if row.quantiles else None)
+            ratio = report.ratio(row, peer)
             if ratio is not None:
-                bars.append(svg.Bar(f"{row.workload} {row.metric} / {peer.name}", ratio.value, ratio.low, ratio.high))
+                bars.append(svg.Bar(f"{_title(row)} / {peer.name}", ratio.value, ratio.low, ratio.high))
     return "<h2>Ratios</h2>" + svg.ratio_bars(bars) if bars else ""
+
+
+def _title(row: Row) -> str:
+    return f"{row.workload} {row.metric}" + (f" p{row.compared}" if row.compared else "")
 
 
 def _rows(report: Report) -> str:
@@ -115,8 +123,7 @@ def _row(report: Report, row: Row, peers: list[Contestant]) -> list[str]:
     n = max((len(s) for s in row.samples.values()), default=0)
     cells = [row.workload, row.metric + (" p50/p90/p99" if row.quantiles else ""), str(n)]
     cells += [table.cell(row, c) for c in report.contestants]
-    q = 50 if row.quantiles else None
-    return cells + [table.ratio_cell(report.ratio(row, p, q)) for p in peers]
+    return cells + [table.ratio_cell(report.ratio(row, p)) for p in peers]
 
 
 def _turn_plots(report: Report) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ftgguf.bench.child import Child, ChildError
 from ftgguf.bench.options import Options
 from ftgguf.bench.outputs import Greedy, compare, compare_tokens
-from ftgguf.bench.plan import Test, random_tokens
+from ftgguf.bench.plan import SpeedTest, random_tokens
 from ftgguf.bench.prompts import TEXTS
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Contestant, Report, missing_isa
 from ftgguf.engine.memory import available_memory
@@ -32,7 +32,7 @@ class Side:
     child: Child | None = None
     lost: bool = False
     n_vocab: int = 0
-    warm: set[Test] = field(default_factory=set)
+    warm: set[SpeedTest] = field(default_factory=set)
 
     def end(self) -> None:
         if self.child is not None:
@@ -69,7 +69,7 @@ class Duel:
             for side in self.sides:
                 side.end()
 
-    def _schedule(self) -> Iterator[tuple[int, Side, Test]]:
+    def _schedule(self) -> Iterator[tuple[int, Side, SpeedTest]]:
         """Interleaved; test by test where all are loaded, else load by load."""
         rounds, tests = range(self.options.repetitions), self.options.tests
         if self.together:
@@ -158,7 +158,7 @@ class Duel:
         if len(set(sizes.values())) > 1:
             self.report.trouble(NOT_COMPARABLE, f"the sides disagree about the vocabulary's size: {sizes}")
 
-    def _measure(self, round_number: int, side: Side, test: Test) -> None:
+    def _measure(self, round_number: int, side: Side, test: SpeedTest) -> None:
         n_vocab = min(s.n_vocab for s in self.sides if s.n_vocab)
         t = random_tokens(test, n_vocab, self.options.seed)
         name = side.contestant.name

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftgguf.bench.plan import Test
+from ftgguf.bench.plan import SpeedTest
 from ftgguf.bench.stats import deviation, mean
 
 FIELDS = (
@@ -33,7 +33,7 @@ class Result:
     """One test: `settings` are the fields that do not depend on the test; `samples_ns` nanoseconds per repetition."""
 
     settings: dict[str, Any]
-    test: Test
+    test: SpeedTest
     test_time: str
     samples_ns: tuple[int, ...]
 

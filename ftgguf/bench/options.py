@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftgguf.bench.plan import Test, int_list, make_tests, pair
+from ftgguf.bench.plan import SpeedTest, int_list, make_tests, pair
 from ftgguf.flags.table import by_spelling
 
 FORMATS = ("md", "csv", "json", "jsonl")
@@ -88,7 +88,7 @@ class Options:
     """Engine flags that were given several values (`-t 1,2`): one instance of the engine for each combination."""
 
     @property
-    def tests(self) -> tuple[Test, ...]:
+    def tests(self) -> tuple[SpeedTest, ...]:
         given = self.prompts or self.gens or self.pairs
         prompts = self.prompts if given else [512, 2048]
         gens = self.gens if given else [128]

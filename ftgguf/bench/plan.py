@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class SpeedTest:
     """One llama-bench test: after `n_depth` tokens of context evaluate `n_prompt` in batches, then `n_gen` one by one.
 
     `name` is llama-bench's: pp512, tg128, pp512+tg128, `pp512 @ d4096`. Its speed counts n_prompt + n_gen tokens.
@@ -45,7 +45,7 @@ class Tokens:
     gen: list[int]
 
 
-def random_tokens(test: Test, n_vocab: int, seed: int) -> Tokens:
+def random_tokens(test: SpeedTest, n_vocab: int, seed: int) -> Tokens:
     """Uniform token ids, as llama-bench's: the same for every engine of a comparison with the same seed."""
     ids = np.random.default_rng(seed).integers(0, n_vocab, test.n_ctx).tolist()
     a, b = test.n_depth, test.n_depth + test.n_prompt
@@ -54,10 +54,10 @@ def random_tokens(test: Test, n_vocab: int, seed: int) -> Tokens:
 
 def make_tests(
     prompts: list[int], gens: list[int], pairs: list[tuple[int, int]], depths: list[int]
-) -> tuple[Test, ...]:
+) -> tuple[SpeedTest, ...]:
     """The tests of `-p`, `-n`, `-pg` and `-d` in llama-bench's order; zeros leave a kind out."""
     shapes = [(p, 0) for p in prompts if p] + [(0, n) for n in gens if n] + [(p, n) for p, n in pairs if p or n]
-    return tuple(Test(p, n, depth) for depth in depths for p, n in shapes)
+    return tuple(SpeedTest(p, n, depth) for depth in depths for p, n in shapes)
 
 
 def int_list(text: str) -> list[int]:

@@ -5,6 +5,7 @@ Samples are kept raw; tables, pages and ratios are computed from them, so that a
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -59,6 +60,14 @@ class Row(msgspec.Struct):
     """Sample i of every side was measured in round i."""
     quantiles: bool = False
     """Show p50, p90 and p99 instead of the mean."""
+
+    @property
+    def compared(self) -> int:
+        """The percentile that ratios compare; 0 for the mean. For gaps between tokens the 99th: a server that sends
+        tokens in bursts has a median gap of nothing, and its user waits all the same."""
+        if not self.quantiles:
+            return 0
+        return 99 if self.metric.startswith("gap") else 50
 
 
 class Divergence(msgspec.Struct):
@@ -176,22 +185,24 @@ class Report(msgspec.Struct):
         self.rows.append(row)
         return row
 
-    def ratio(self, row: Row, peer: Contestant, q: float | None = None) -> Ratio | None:
-        """Ours against `peer`, above 1 where ours is better; None where a side has no samples or the peer's kernels
-        use lesser instruction sets (then no ratio is fair). `q`: of that percentile."""
+    def ratio(self, row: Row, peer: Contestant) -> Ratio | None:
+        """Ours against `peer` in `row.compared`, above 1 where ours is better; None where a side has no samples or the
+        peer's kernels use lesser instruction sets (then no ratio is fair)."""
         ours = self.ours
         if ours is None or peer.lower_isa:
             return None
         a, b = row.samples.get(ours.name, []), row.samples.get(peer.name, [])
         if not a or not b:
             return None
-        return stats.ratio(
+        q = row.compared
+        found = stats.ratio(
             a,
             b,
             higher_is_better=row.higher_is_better,
-            statistic=stats.mean_of if q is None else stats.quantile_of(q),
-            paired=row.paired and len(a) == len(b) and q is None,
+            statistic=stats.quantile_of(q) if q else stats.mean_of,
+            paired=row.paired and len(a) == len(b) and not q,
         )
+        return found if math.isfinite(found.value) else None
 
     def best_peer(self, row: Row) -> Contestant | None:
         """The peer that does best at this row."""

@@ -74,6 +74,11 @@ def ratio(
         raise ValueError(f"paired samples must be equally many, got {a.size} and {b.size}")
     if not higher_is_better:
         a, b = b, a
+    with np.errstate(divide="ignore", invalid="ignore"):  # a side of zeros gives inf or nan, the caller's to judge
+        return _interval(a, b, statistic, paired, draws)
+
+
+def _interval(a: F64, b: F64, statistic: Statistic, paired: bool, draws: int) -> Ratio:
     value = float(statistic(a[None])[0] / statistic(b[None])[0])
     if min(a.size, b.size) < 2:
         return Ratio(value, value, value)

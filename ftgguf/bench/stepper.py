@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ftgguf import __version__
-from ftgguf.bench.plan import Test, Tokens
+from ftgguf.bench.plan import SpeedTest, Tokens
 from ftgguf.engine.load import load_engine, open_model
 from ftgguf.flags import ServerConfig
 from ftgguf.nouns import F32, Batch
@@ -209,7 +209,7 @@ class Timer:
         self._clock = clock
         self._depth: list[int] = []
 
-    def run(self, test: Test, tokens: Tokens) -> int:
+    def run(self, test: SpeedTest, tokens: Tokens) -> int:
         """Nanoseconds of `test`; evaluating its context is not counted."""
         self._go_to_depth(tokens.depth)
         start = self._clock()
@@ -219,7 +219,7 @@ class Timer:
             self.stepper.step(token)
         return self._clock() - start
 
-    def warm_up(self, test: Test, tokens: Tokens) -> None:
+    def warm_up(self, test: SpeedTest, tokens: Tokens) -> None:
         """llama-bench's: the whole prompt once, one generated token."""
         self._go_to_depth(tokens.depth)
         if test.n_prompt:

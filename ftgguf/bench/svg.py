@@ -102,7 +102,9 @@ def line_plot(lines: Sequence[Line], x_name: str, y_name: str) -> str:
             _stroke(left, y(tick), right, y(tick), more='stroke-opacity=".2"'),
             _text(left - 6, y(tick) + 4, f"{tick:g}", "end"),
         ]
-    for value in sorted({x0, (x0 + x1) / 2, x1}):
+    whole = all(p[0] == int(p[0]) for p in points)
+    middle = round((x0 + x1) / 2) if whole else (x0 + x1) / 2
+    for value in sorted({x0, middle, x1}):
         body.append(_text(x(value), lower + 16, f"{value:.4g}", "middle"))
     at = left + 20.0
     for line, colour in zip(lines, _COLOURS * (1 + len(lines) // len(_COLOURS)), strict=False):

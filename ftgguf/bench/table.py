@@ -93,10 +93,9 @@ def rows_table(report: Report) -> str:
         metric = row.metric + (" p50/p90/p99" if row.quantiles else "")
         line = [row.workload, metric, str(n), *(cell(row, c) for c in report.contestants)]
         if compared:
-            q = 50 if row.quantiles else None
-            line += [ratio_cell(report.ratio(row, p, q)) for p in report.peers]
+            line += [ratio_cell(report.ratio(row, p)) for p in report.peers]
         lines.append(line)
-    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of the medians where p50 is shown)\n"
+    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of p50 for TTFT, of p99 for gaps)\n"
     return table(columns, lines, left=("workload", "metric")) + (note if compared else "")
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ftgguf.bench.plan import Test, Tokens
+from ftgguf.bench.plan import SpeedTest, Tokens
 from ftgguf.bench.stepper import LibllamaStepper, OursStepper, Stepper, Timer, resident
 from ftgguf.flags import parse_server
 
@@ -39,11 +39,11 @@ class Worker:
         return {name: getattr(facts, name) for name in type(facts).__slots__}
 
     def warm_up(self, test: list[int], tokens: list[list[int]]) -> Json:
-        self._loaded.warm_up(Test(*test), Tokens(*tokens))
+        self._loaded.warm_up(SpeedTest(*test), Tokens(*tokens))
         return {}
 
     def run(self, test: list[int], tokens: list[list[int]]) -> Json:
-        return {"ns": self._loaded.run(Test(*test), Tokens(*tokens))}
+        return {"ns": self._loaded.run(SpeedTest(*test), Tokens(*tokens))}
 
     def greedy(self, prompt: list[int], n: int) -> Json:
         return {"tokens": self._loaded.greedy(prompt, n)}

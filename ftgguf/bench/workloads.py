@@ -14,6 +14,8 @@ from ftgguf.bench.report import Contestant, Report
 
 SUFFIXES = (1, 16, 64, 256)
 STREAMS = (1, 2, 4)
+BURST_S = 50e-6
+"""Tokens closer than this came in one piece: no engine decodes at 20,000 tokens a second here."""
 SHORT = 32
 """Tokens of a prompt that is only there to start a generation."""
 
@@ -169,6 +171,9 @@ class Bench:
     def _decoded(self, name: str, answer: Answer) -> None:
         self._add(name, "tok/s", [answer.decode_rate], faster=True)
         self._add(name, "gap ms", [g * 1e3 for g in answer.token_gaps], faster=False, pooled=True)
+        bursts = sum(g < BURST_S for g in answer.token_gaps)
+        if bursts > len(answer.token_gaps) / 4:
+            self._note("tokens reach the client in bursts: look at p90 and p99 of the gaps, not at p50")
         server = answer.server.get("predicted_per_second", 0.0)
         if server:
             self.rates.append((answer.decode_rate, server))

@@ -1,0 +1,125 @@
+"""`ftgguf bench --against llama.cpp` in process, end to end on the stories model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftgguf.bench import in_process
+from ftgguf.bench.against import shared_flags
+from ftgguf.bench.child import Child
+from ftgguf.bench.main import main
+from ftgguf.bench.report import INTERRUPTED, PEER_FAILED, from_json
+
+ARGV = ["-m", "stories", "--against", "llama.cpp", "--in-process", "-t", "1", "-p", "24", "-n", "4", "-r", "2"]
+
+
+@pytest.fixture(autouse=True)
+def short_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_process, "GREEDY_TOKENS", 8)
+
+
+def test_both_layouts_of_libllama_are_measured_and_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Outputs are compared by the command itself; status 0 says that they agree."""
+    saved, page = tmp_path / "r.json", tmp_path / "r.html"
+    assert main([*ARGV, "-o", "json", "--report", str(saved), "--html", str(page)]) == 0
+    report = from_json(saved.read_bytes())
+    assert json.loads(capsys.readouterr().out)["kind"] == "against llama.cpp"
+    assert [c.layout for c in report.peers] == ["repacked", "plain"]
+    assert [(r.workload, {k: len(v) for k, v in r.samples.items()}) for r in report.rows] == [
+        ("pp24", dict.fromkeys(("ftgguf", "llama.cpp repacked", "llama.cpp plain"), 2)),
+        ("tg4", dict.fromkeys(("ftgguf", "llama.cpp repacked", "llama.cpp plain"), 2)),
+    ]
+    assert report.outputs.prompts == 8
+    assert all(c.rss_peak >= c.rss_steady > 10 << 20 for c in report.contestants)
+    assert len(report.model["sha256"]) == 64
+    assert "<svg" in page.read_text()
+
+
+def test_a_peer_that_dies_is_a_row_and_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repacked peer is killed at its first timed run."""
+    ask = Child.ask
+
+    def dying(self: Child, do: str, **fields: Any) -> dict[str, Any]:
+        if do == "load":
+            self.__dict__["engine"] = fields["engine"]
+        if do == "run" and self.__dict__["engine"] == "repacked":
+            os.kill(self.pid, signal.SIGKILL)
+        return ask(self, do, **fields)
+
+    monkeypatch.setattr(Child, "ask", dying)
+    saved = tmp_path / "r.json"
+    assert main([*ARGV, "--report", str(saved)]) == PEER_FAILED
+    report = from_json(saved.read_bytes())
+    row = next(r for r in report.rows if r.workload == "pp24")
+    assert "SIGKILL" in row.failures["llama.cpp repacked"]
+    assert {k: len(v) for k, v in row.samples.items()} == {"ftgguf": 2, "llama.cpp plain": 2}
+
+
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the fourth timed run: three samples are in the report."""
+    ask, runs = Child.ask, iter(range(100))
+
+    def interrupted(self: Child, do: str, **fields: Any) -> dict[str, Any]:
+        if do == "run" and next(runs) == 3:
+            raise KeyboardInterrupt
+        return ask(self, do, **fields)
+
+    monkeypatch.setattr(Child, "ask", interrupted)
+    saved = tmp_path / "r.json"
+    assert main([*ARGV, "--report", str(saved)]) == INTERRUPTED
+    report = from_json(saved.read_bytes())
+    assert report.interrupted
+    assert sum(len(s) for r in report.rows for s in r.samples.values()) == 3
+
+
+def test_one_at_a_time_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never two loaded: counted at every load."""
+    monkeypatch.setattr(in_process, "available_memory", lambda: 1 << 20)
+    alive: set[int] = set()
+    most = 0
+    start, end = Child.__init__, Child.end
+
+    def counted_start(self: Child, timeout: float) -> None:
+        nonlocal most
+        start(self, timeout)
+        alive.add(self.pid)
+        most = max(most, len(alive))
+
+    def counted_end(self: Child) -> None:
+        end(self)
+        alive.discard(self.pid)
+
+    monkeypatch.setattr(Child, "__init__", counted_start)
+    monkeypatch.setattr(Child, "end", counted_end)
+    saved = tmp_path / "r.json"
+    argv = [*ARGV[:-1], "1", "--report", str(saved)]
+    assert main(argv) == 0
+    assert most == 1
+    assert not alive
+    assert all(c.rss_steady for c in from_json(saved.read_bytes()).contestants)
+
+
+def test_no_peer_names_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert main(["-m", "stories", "--against", "llama.cpp"]) == PEER_FAILED
+    assert "pip install llama-cpp-python" in capsys.readouterr().err
+    assert main(["-m", "stories", "--against", "llama.cpp", "--peer", "xllamacpp"]) == PEER_FAILED
+    assert "pip install xllamacpp" in capsys.readouterr().err
+    assert main(["-m", "stories", "--against", "llama.cpp", "--llama-server", "/nowhere/x"]) == PEER_FAILED
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_only_settings_that_libllama_has_reach_it() -> None:
+    argv = ["-m", "f", "-c", "512", "-np", "1", "--weights-layout", "plain", "-t", "2", "-ctk", "q8_0", "--no-repack"]
+    assert shared_flags(argv) == ["-m", "f", "-c", "512", "-t", "2", "-ctk", "q8_0"]

@@ -1,0 +1,92 @@
+"""The command line, against llama-bench's documented forms."""
+
+from __future__ import annotations
+
+import pytest
+
+from ftgguf.bench.main import main
+from ftgguf.bench.options import UsageError, parse
+from ftgguf.bench.plan import SpeedTest, int_list, make_tests, pair, random_tokens
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("512", [512]),
+        ("1,2,4", [1, 2, 4]),
+        ("8-11", [8, 9, 10, 11]),
+        ("8-32+8", [8, 16, 24, 32]),
+        ("8-64*2,100", [8, 16, 32, 64, 100]),
+    ],
+)
+def test_lists_and_ranges(text: str, expected: list[int]) -> None:
+    """The forms of llama-bench's help."""
+    assert int_list(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "x", "4-2", "1-8*1", "0-8*2", "1-8+0", "-3", "1.5"])
+def test_empty_and_endless_ranges_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"range|number"):
+        int_list(text)
+
+
+def test_test_names_are_llama_benchs() -> None:
+    names = [t.name for t in make_tests([512], [128], [(64, 16)], [0, 4096])]
+    assert names[:3] == ["pp512", "tg128", "pp64+tg16"]
+    assert names[3:] == ["pp512 @ d4096", "tg128 @ d4096", "pp64+tg16 @ d4096"]
+
+
+def test_defaults_and_engine_flags_go_apart() -> None:
+    options = parse(["-m", "x.gguf", "-t", "2", "--weights-layout", "plain", "-ngl", "20", "-fa", "on"])
+    assert [t.name for t in options.tests] == ["pp512", "pp2048", "tg128"]
+    assert options.repetitions == 5
+    assert options.engine_lines() == [["--weights-layout", "plain", "-fa", "on", "-t", "2", "-ngl", "20"]]
+
+
+def test_several_values_make_every_combination() -> None:
+    lines = parse(["-t", "1,2", "-ctk", "f16,q8_0"]).engine_lines()
+    assert lines == [["-t", t, "-ctk", k] for t in "12" for k in ("f16", "q8_0")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--frob"], "unknown flag --frob"),
+        (["-p"], "-p needs a value"),
+        (["-p", "x"], "-p: 'x'"),
+        (["-o", "xml"], "'xml' is none of md, csv, json, jsonl"),
+        (["-r", "0"], "less than 1"),
+        (["-p", "0", "-n", "0"], "nothing to measure"),
+        (["--against", "vllm"], "llama.cpp, ollama or the URL"),
+        (["--against", "llama.cpp", "-o", "csv"], "md or json"),
+        (["--against", "llama.cpp", "-t", "1,2"], "one value"),
+        (["model.gguf"], "goes after -m"),
+        (["--workload", "pp,nope"], "'nope' is none of"),
+        (["--timeout", "0"], "no number of seconds"),
+    ],
+)
+def test_mistakes_are_named(argv: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse(argv)
+
+
+def test_usage_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--frob"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert main(["--help"]) == 0
+    assert "--against PEER" in capsys.readouterr().out
+
+
+def test_random_tokens_are_the_same_for_a_seed_and_split_as_the_test_says() -> None:
+    test = SpeedTest(5, 3, 7)
+    a, b = random_tokens(test, 100, 1), random_tokens(test, 100, 1)
+    assert a == b
+    assert (len(a.depth), len(a.prompt), len(a.gen)) == (7, 5, 3)
+    assert a != random_tokens(test, 100, 2)
+    assert all(0 <= t < 100 for t in [*a.depth, *a.prompt, *a.gen])
+
+
+def test_pair() -> None:
+    assert pair("512,128") == (512, 128)
+    with pytest.raises(ValueError, match="-pg"):
+        pair("512")

@@ -1,0 +1,219 @@
+"""What a report concludes: outputs, fairness, exit status, tables and pages. Expectations follow from the rules of
+docs (exit statuses in `ftgguf bench --help`)."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from ftgguf.bench import html, outputs, table
+from ftgguf.bench.report import (
+    INTERRUPTED,
+    NOT_COMPARABLE,
+    OK,
+    OURS_FAILED,
+    OUTPUTS_DIFFER,
+    PEER_FAILED,
+    Contestant,
+    Report,
+    Turn,
+    from_json,
+    missing_isa,
+    to_json,
+)
+
+
+def make_report() -> Report:
+    """A win, a loss and a draw; two peers."""
+    report = Report("against llama.cpp", "ftgguf bench")
+    report.contestants = [Contestant("ftgguf", ours=True), Contestant("A", ours=False), Contestant("B", ours=False)]
+    row = report.row("pp512", "tok/s", paired=True)
+    row.samples = {"ftgguf": [150.0, 151.0, 149.0], "A": [100.0, 101.0, 99.0], "B": [120.0, 119.0, 121.0]}
+    row = report.row("tg128", "tok/s", paired=True)
+    row.samples = {"ftgguf": [10.0, 10.1, 9.9], "A": [20.0, 20.8, 19.2]}
+    row.failures = {"B": "it was killed by SIGSEGV"}
+    row = report.row("tg128", "gap ms", higher_is_better=False, quantiles=True)
+    row.samples = {"ftgguf": [1.0, 2.0, 3.0], "A": [1.0, 2.0, 3.0]}
+    return report
+
+
+def test_ratios_point_the_right_way_and_losses_are_in_the_table() -> None:
+    report = make_report()
+    text = table.render(report)
+    lines = {
+        line.split("|")[1].strip() + line.split("|")[2].strip(): line for line in text.splitlines() if line[:2] == "| "
+    }
+    assert "1.50 [1." in lines["pp512tok/s"]
+    assert "worse" not in lines["pp512tok/s"]
+    assert re.search(r"0\.50 \[0\.\d\d, 0\.\d\d\] worse", lines["tg128tok/s"])
+    assert "failed" in lines["tg128tok/s"]
+    assert "1.00" in lines["tg128gap ms p50/p90/p99"]
+
+
+def test_headline_is_against_the_best_peer() -> None:
+    """B is the better one in prefill, A the only one in decode."""
+    said = table.headline(make_report())
+    assert "pp512 1.25" in said
+    assert "of B" in said
+    assert "tg128 0.50" in said
+
+
+def test_no_headline_ratio_against_lesser_instruction_sets() -> None:
+    report = make_report()
+    for peer in report.peers:
+        peer.lower_isa = ["avx512"]
+    assert table.headline(report) == ""
+    assert all(report.ratio(row, peer) is None for row in report.rows for peer in report.peers)
+
+
+def test_missing_isa_leaves_amx_and_unknown_peers_alone() -> None:
+    assert missing_isa(["avx2", "avx512", "amx_int8"], ["avx2"]) == ["avx512"]
+    assert missing_isa(["avx2", "amx_int8"], ["avx2"]) == []
+    assert missing_isa(["avx2"], []) == []
+
+
+def test_gaps_are_compared_in_the_tail() -> None:
+    """Bursts: the median gap is nothing, the waits are as long."""
+    report = make_report()
+    row = report.row("burst", "gap ms", higher_is_better=False, quantiles=True)
+    row.samples = {"ftgguf": [0.001] * 7 + [8.0] * 3, "A": [8.0] * 10}
+    ratio = report.ratio(row, report.peers[0])
+    assert ratio is not None
+    assert ratio.value == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("found", "status"),
+    [
+        ([], OK),
+        ([PEER_FAILED], PEER_FAILED),
+        ([PEER_FAILED, NOT_COMPARABLE], NOT_COMPARABLE),
+        ([NOT_COMPARABLE, OUTPUTS_DIFFER], OUTPUTS_DIFFER),
+        ([OUTPUTS_DIFFER, OURS_FAILED], OURS_FAILED),
+    ],
+)
+def test_exit_status(found: list[int], status: int) -> None:
+    report = make_report()
+    for number in found:
+        report.trouble(number, f"trouble {number}")
+        report.trouble(number, f"trouble {number}")
+    assert report.status == status
+    assert len(report.troubles) == len(found)
+    report.interrupted = True
+    assert report.status == (status or INTERRUPTED)
+
+
+def said(*tokens: int, gap: float = 1.0) -> list[tuple[int, float]]:
+    return [(t, gap) for t in tokens]
+
+
+def test_divergence_where_both_sides_are_sure_is_a_fault() -> None:
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1, 2, 3)], "A": [said(1, 2, 4)], "B": [said(1, 2, 4)]})
+    assert report.status == OUTPUTS_DIFFER
+    assert len(report.outputs.faults()) == 2
+    assert "token 2 of prompt 0 (3 and 4, gaps 1.000 and 1.000" in report.troubles[0].text
+    assert table.headline(report) == ""
+
+
+def test_divergence_at_a_tie_is_noise() -> None:
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1, 2, gap=0.01)], "A": [said(1, 3, gap=0.02)]})
+    assert report.status == OK
+    assert len(report.outputs.divergences) == 1
+
+
+def test_what_the_peers_own_layouts_differ_by_is_noise() -> None:
+    """A and B are one library: they part at a gap of 0.3 themselves, so 0.2 between ours and A is no fault."""
+    report = make_report()
+    a, b = said(1, 3, gap=0.3), said(1, 4, gap=0.3)
+    ours = said(1, 5, gap=0.2)
+    outputs.compare(report, {"ftgguf": [ours], "A": [a], "B": [b]})
+    assert report.outputs.noise == pytest.approx(0.3)
+    assert report.status == OK
+
+
+def test_unknown_gaps_do_not_excuse() -> None:
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1, gap=-1.0)], "A": [said(2, gap=-1.0)]})
+    assert report.status == OUTPUTS_DIFFER
+
+
+def test_tokenizers_that_differ_are_stated() -> None:
+    report = make_report()
+    outputs.compare_tokens(report, {"ftgguf": [[1], [2]], "A": [[1], [3]], "B": [[1], [2]]})
+    assert report.status == NOT_COMPARABLE
+    assert report.troubles[0].text == "A tokenises 1 of 2 texts otherwise than ftgguf"
+
+
+def test_json_round_trip() -> None:
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1, 2)], "A": [said(1, 3)]})
+    report.turns = [Turn("ftgguf", "s", 0, 10, 0, 5.0, 9.0, 3)]
+    report.interrupted = True
+    assert from_json(to_json(report)) == report
+
+
+class _Reader(HTMLParser):
+    """Checks nesting and collects tags and what would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [str(v) for k, v in attrs if k in ("src", "href", "data")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_self_contained_and_escapes() -> None:
+    """Well nested, nothing fetched, no script; a hostile model name stays text."""
+    report = make_report()
+    report.model = {"file": "<script>alert(1)</script>.gguf"}
+    report.turns = [
+        Turn(name, f"s{s}", t, 10, t, 5.0 + t, 9.0 + t, 3, float(t), "append")
+        for name in ("ftgguf", "A")
+        for s in range(2)
+        for t in range(3)
+    ]
+    reader = _Reader()
+    reader.feed(html.page(report))
+    assert reader.open == []
+    assert reader.fetched == []
+    assert "script" not in reader.tags
+    assert reader.tags.count("svg") == 4  # ratios, two sessions, speed over time
+    assert reader.tags.count("rect") == 4  # a bar for each ratio that exists
+
+
+def test_turn_table_has_every_side_and_failures() -> None:
+    report = make_report()
+    report.turns = [
+        Turn("ftgguf", "s", 0, 10, 7, 5.0, 9.0, 3, kind="first"),
+        Turn("ftgguf", "s", 0, 10, 7, 7.0, 9.0, 3, kind="first"),
+        Turn("A", "s", 0, 10, -1, 0.0, 0.0, 0, kind="first", error="it hangs"),
+    ]
+    row = next(line for line in table.turns_table(report).splitlines() if line.startswith("| s "))
+    assert [c.strip() for c in row.strip("|").split("|")] == [
+        "s",
+        "0",
+        "first",
+        "10",
+        "7",
+        "6",
+        "-",
+        "failed",
+        "-",
+        "-",
+    ]
