@@ -124,6 +124,52 @@ def _window(
 
 
 @triton.jit
+def _fill(
+    q, slot, miss, fast, slow, used, begin, count, hand, cls, clock, layer, layers, lane,
+    slot_of, owner_of, key, key_plane, hand_at, slot_addr, host_base, host_stride, policy, table,
+    fill_expert, fill_slot, fill_src, fill_dst,
+    E_PAD: tl.constexpr, E_BITS: tl.constexpr, WINDOW: tl.constexpr, LRU: tl.constexpr,
+):  # fmt: skip
+    """Give the `q` most wanted missing lanes the least valued slots of the window; write the maps and the fill list.
+
+    Returns `slot` (int32 [E_PAD]) as it is afterwards, and how many were filled.
+    """
+    row = layer * E_PAD
+    victims = _window(
+        owner_of, key, key_plane, begin, count, hand, used, lane, clock, layer, layers, policy, table,
+        E_PAD, E_BITS, WINDOW, LRU,
+    )  # fmt: skip
+    q = tl.minimum(q, tl.sum((victims != NO_VICTIM).to(tl.int32), 0))
+    worth = _score(fast, slow, lane * 0 + layer, clock, layer, layers, policy, table, LRU)
+    wanted = tl.where(miss, (worth.to(tl.int64) << 32) | (E_PAD - 1 - lane).to(tl.int64), -NO_VICTIM)
+    tl.debug_barrier()
+    passed = hand + tl.minimum(count, WINDOW)
+    tl.store(hand_at + cls, tl.where(passed >= count, passed - count, passed))
+    for i in range(q):
+        victim = tl.min(victims, 0)
+        victims = tl.where(victims == victim, NO_VICTIM, victims)
+        best = tl.max(wanted, 0)
+        wanted = tl.where(wanted == best, -NO_VICTIM, wanted)
+        e = E_PAD - 1 - (best & 0xFFFFF).to(tl.int32)
+        old = (victim & 0xFFFFF).to(tl.int32) - 1
+        at = hand + ((victim >> 20) & 0xFFF).to(tl.int32)
+        v = begin + tl.where(at >= count, at - count, at)
+        slot = tl.where(row + lane == old, -1, slot)
+        slot = tl.where(lane == e, v, slot)
+        # Lanes of this layer are stored together below; a second store to them could come out of order.
+        tl.store(slot_of + old, -1, (old >= 0) & ((old >> E_BITS) != layer))
+        tl.store(owner_of + v, row + e)
+        tl.store(fill_expert + i, e)
+        tl.store(fill_slot + i, v)
+        tl.store(fill_dst + i, tl.load(slot_addr + v))
+        for p in tl.static_range(3):
+            source = tl.load(host_base + layer * 3 + p) + e.to(tl.int64) * tl.load(host_stride + layer * 3 + p)
+            tl.store(fill_src + i * 3 + p, source)
+    tl.store(slot_of + row + lane, slot)
+    return slot, q
+
+
+@triton.jit
 def _emit_places(ids, n, lane, slot, place_out, CHUNK: tl.constexpr):
     """Write each entry's slot, or -1."""
     for start in range(0, n, CHUNK):
@@ -206,37 +252,11 @@ def residency_kernel(
     q = _balanced_fills(m, tl.load(split + 2 * layer), tl.load(split + 2 * layer + 1))
     q = tl.where(count > 0, q, 0)
     if q > 0:
-        victims = _window(
-            owner_of, key, key_plane, begin, count, hand, used, lane, clock, layer, layers, policy, table,
-            E_PAD, E_BITS, WINDOW, LRU,
+        slot, q = _fill(
+            q, slot, miss, fast, slow, used, begin, count, hand, cls, clock, layer, layers, lane,
+            slot_of, owner_of, key, key_plane, hand_at, slot_addr, host_base, host_stride, policy, table,
+            fill_expert, fill_slot, fill_src, fill_dst, E_PAD, E_BITS, WINDOW, LRU,
         )  # fmt: skip
-        q = tl.minimum(q, tl.sum((victims != NO_VICTIM).to(tl.int32), 0))
-        worth = _score(fast, slow, lane * 0 + layer, clock, layer, layers, policy, table, LRU)
-        wanted = tl.where(miss, (worth.to(tl.int64) << 32) | (E_PAD - 1 - lane).to(tl.int64), -NO_VICTIM)
-        tl.debug_barrier()
-        passed = hand + tl.minimum(count, WINDOW)
-        tl.store(hand_at + cls, tl.where(passed >= count, passed - count, passed))
-        for i in range(q):
-            victim = tl.min(victims, 0)
-            victims = tl.where(victims == victim, NO_VICTIM, victims)
-            best = tl.max(wanted, 0)
-            wanted = tl.where(wanted == best, -NO_VICTIM, wanted)
-            e = E_PAD - 1 - (best & 0xFFFFF).to(tl.int32)
-            old = (victim & 0xFFFFF).to(tl.int32) - 1
-            at = hand + ((victim >> 20) & 0xFFF).to(tl.int32)
-            v = begin + tl.where(at >= count, at - count, at)
-            slot = tl.where(row + lane == old, -1, slot)
-            slot = tl.where(lane == e, v, slot)
-            tl.store(slot_of + old, -1, (old >= 0) & ((old >> E_BITS) != layer))
-            tl.store(owner_of + v, row + e)
-            tl.store(fill_expert + i, e)
-            tl.store(fill_slot + i, v)
-            tl.store(fill_dst + i, tl.load(slot_addr + v))
-            for p in tl.static_range(3):
-                source = tl.load(host_base + layer * 3 + p) + e.to(tl.int64) * tl.load(host_stride + layer * 3 + p)
-                tl.store(fill_src + i * 3 + p, source)
-        tl.store(slot_of + row + lane, slot)
-
     n_cpu = m - q
     n_rows = 0
     if n_cpu > 0:

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,23 +129,25 @@ class _Sum:
         )  # fmt: skip
 
 
-def _cache(trace: Trace, slots: int, policy: key.KeyPolicy, phi: float, per_layer: bool) -> residency.Residency:
+def _cache(
+    trace: Trace, slots: int, policy: key.KeyPolicy, phi: float, per_layer: bool, window: int
+) -> residency.Residency:
     layers = trace.experts.shape[1]
     if per_layer:
         counts = [slots // layers + (i < slots % layers) for i in range(layers)]
-        state = residency.create(layers, trace.n_experts, counts, list(range(layers)), policy=policy)
+        state = residency.create(layers, trace.n_experts, counts, list(range(layers)), policy=policy, window=window)
     else:
-        state = residency.create(layers, trace.n_experts, [slots], policy=policy)
+        state = residency.create(layers, trace.n_experts, [slots], policy=policy, window=window)
     state.split[:] = (to_q16(phi), 1)
     return state
 
 
 def _served(
     trace: Trace, slots: int, machine: Machine, policy: key.KeyPolicy,
-    fill_all: bool = False, per_layer: bool = False, forget: bool = False,
+    fill_all: bool = False, per_layer: bool = False, forget: bool = False, window: int = residency.WINDOW,
 ) -> _Sum:  # fmt: skip
     """The product's own step. `forget` drops the keys (not the slots) where a session begins."""
-    state = _cache(trace, slots, policy, 1.0 if fill_all else machine.share(), per_layer)
+    state = _cache(trace, slots, policy, 1.0 if fill_all else machine.share(), per_layer, window)
     starts = set(trace.offsets[1:-1]) if forget else set()
     total = _Sum()
     for t, token in enumerate(trace.experts):
@@ -171,7 +174,7 @@ def _prefetching(trace: Trace, slots: int, machine: Machine, policy: key.KeyPoli
     """
     layers = trace.experts.shape[1]
     n, own = trace.n_experts, min(PREFETCH_SLOTS, max(0, slots - 1))
-    state = _cache(trace, slots - own, policy, machine.share(), False)
+    state = _cache(trace, slots - own, policy, machine.share(), False, residency.WINDOW)
     after_layer = np.full((layers, n, n), 1 / n, np.float32)
     after_token = np.full((layers, n, n), 1 / n, np.float32)
     seen = np.ones((layers, n), np.float32)
@@ -238,7 +241,7 @@ class Policy:
     shipped: bool = False
 
 
-def _policy(name: str, what: str, p: key.KeyPolicy, shipped: bool = False, **how: bool) -> Policy:
+def _policy(name: str, what: str, p: key.KeyPolicy, shipped: bool = False, **how: Any) -> Policy:
     return Policy(name, what, lambda trace, slots, machine: _served(trace, slots, machine, p, **how), shipped)
 
 
@@ -254,6 +257,7 @@ POLICIES = {
         _policy("decay-fill", "the default key, every miss filled", key.DECAY, fill_all=True),
         _policy("no-phase", "the default key without the order of layers", PARTS),
         _policy("decay-layer", "the default key, a pool for each layer", key.DECAY, per_layer=True),
+        _policy("window-64", "the default, its victims chosen among 64 slots at a time", key.DECAY, window=64),
         _policy("decay-forget", "the default key, forgotten at each session's start", key.DECAY, forget=True),
         Policy(
             "prefetch", f"the default key, {PREFETCH_SLOTS} slots of their own for the next layer's likeliest",
