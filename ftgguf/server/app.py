@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ftgguf import __version__
-from ftgguf.server import chat, metrics, native, openai
+from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
@@ -44,6 +44,14 @@ POST: tuple[tuple[str, Handler], ...] = (
     ("/v1/chat/completions", openai.post_chat_completions),
     ("/chat/completions/input_tokens", chat.post_input_tokens),
     ("/v1/chat/completions/input_tokens", chat.post_input_tokens),
+    ("/v1/chat/completions/control", native.post_control),
+    ("/responses", responses.post_responses),
+    ("/v1/responses", responses.post_responses),
+    ("/responses/input_tokens", responses.post_input_tokens),
+    ("/v1/responses/input_tokens", responses.post_input_tokens),
+    ("/v1/messages", anthropic.post_messages),
+    ("/v1/messages/count_tokens", anthropic.post_count_tokens),
+    ("/infill", infill.post_infill),
     ("/apply-template", chat.post_apply_template),
     ("/tokenize", native.post_tokenize),
     ("/detokenize", native.post_detokenize),

@@ -262,6 +262,18 @@ async def post_lora(request: Request) -> Response:
     return json_response({"success": True})
 
 
+async def post_control(request: Request) -> Response:
+    """`{id, action: "reasoning_end"}`: ends the thinking of a running chat completion (see `reasoning_control`)."""
+    body, _ = await state_of(request).json(request)
+    body = body if isinstance(body, dict) else {}
+    if not lenient(body, "id", ""):
+        raise InvalidRequest("missing completion id")
+    if lenient(body, "action", "") != "reasoning_end":
+        raise InvalidRequest("unknown control action")
+    # the engine has no forced end of thinking yet, so no request can have asked for it
+    return json_response({"success": False, "message": "no active completion for this id"})
+
+
 # ------------------------------------------------------------------------------------ what we do not have
 
 
