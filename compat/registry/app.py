@@ -84,6 +84,14 @@ class FakeSource:
     """The ASGI app. Fill it with `add_model`, `add_repo`, `add_file`; `seen` lists what was asked."""
 
     def __init__(self) -> None:
+        self.generation = 0
+        self.cdn_base = ""
+        """Where `redirect="cross"` leads: this server under its other address."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty it and turn every fault off; answers still under way are abandoned."""
+        self.generation += 1
         self.faults = Faults()
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
@@ -92,10 +100,8 @@ class FakeSource:
         """Paths of repositories that are not in LFS."""
         self.files: dict[str, bytes] = {}
         self.seen: list[Seen] = []
-        self.cdn_base = ""
         self.page = 1000
         """Entries of a tree on one page."""
-        self.bytes_sent = 0
 
     # ------------------------------------------------------------------------------------------------------ content
 
@@ -128,6 +134,11 @@ class FakeSource:
 
     def requests(self, pattern: str) -> list[Seen]:
         return [seen for seen in self.seen if re.search(pattern, seen.path)]
+
+    def bytes_asked(self) -> int:
+        """Bytes that all requests with a `Range` asked for, together."""
+        ranges = [re.fullmatch(r"bytes=(\d+)-(\d+)", seen.headers.get("range", "")) for seen in self.seen]
+        return sum(int(found[2]) - int(found[1]) + 1 for found in ranges if found)
 
     # ------------------------------------------------------------------------------------------------------- routes
 
@@ -262,6 +273,7 @@ class Reply:
     def __init__(self, source: FakeSource, send: Send, method: str, headers: dict[str, str]) -> None:
         self.source = source
         self.faults = source.faults
+        self.generation = source.generation
         self.send = send
         self.method = method
         self.headers = headers
@@ -326,7 +338,7 @@ class Reply:
                 await self.small(416, b"")
                 return
             if faults.ranges == "short":
-                end = max(start + 1, start + (end - start) // 3)
+                end = min(end, start + max(5000, (end - start) // 3))
             shift = 1 if faults.ranges in ("wrong", "shifted") else 0
             headers["content-range"] = f"bytes {start + shift}-{end - 1 + shift}/{len(data)}"
             if faults.ranges == "shifted":
@@ -363,9 +375,9 @@ class Reply:
         for at in range(0, stop, step):
             if faults.pause or drip:
                 await asyncio.sleep(0.05 if drip else faults.pause)
-            piece = body[at : min(at + step, stop)]
-            self.source.bytes_sent += len(piece)
-            await self.body(piece, True)
+            if self.generation != self.source.generation:
+                raise ConnectionAbortedError("the test is over")
+            await self.body(body[at : min(at + step, stop)], True)
         if stall:
             await asyncio.sleep(faults.stall_seconds)
         if stop < len(body):

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from ftgguf.pull.client import NetOptions
+
 from .app import FakeSource
+
+FAST = NetOptions(segment=1 << 16, stall=0.4, backoff=0.005, connections=4)
+"""For clients in tests: small segments and short pauses, so that a fault shows itself within a fraction of a second."""
 
 
 @dataclass

@@ -91,10 +91,11 @@ def describe(store: Store, layers: list[Layer]) -> Layer:
 
     Raises BadAnswer if the first file is no GGUF: a name must not point to a file that cannot be used.
     """
-    path = store.find_blob(layers[0].digest, layers[0].size)
+    weights = [layer for layer in layers if layer.kind == "model"]
+    path = store.find_blob(weights[0].digest, weights[0].size)
     if path is None:
-        raise NotFound(f"{layers[0].digest} is no longer on this disk: pull it again")
-    data = msgspec.json.encode({"model_format": "gguf"} | _facts(path, split=len(layers) > 1))
+        raise NotFound(f"{weights[0].digest} is no longer on this disk: pull it again")
+    data = msgspec.json.encode({"model_format": "gguf"} | _facts(path, split=len(weights) > 1))
     return Layer("", store.add_blob(data), len(data), "", CONFIG_TYPE)
 
 

@@ -95,12 +95,12 @@ def apply_params(config: ServerConfig, params: dict[str, Any], name: str) -> Ser
         sections.setdefault(section, {})[field] = typed
         given.add(path)
         reasons.append(f"{path} = {typed!r}: a parameter of {name}")
+    changes: dict[str, Any] = {}
     for section, fields in sections.items():
         part = getattr(config, section)
-        changed = (
-            msgspec.structs.replace(part, **fields) if isinstance(part, msgspec.Struct) else replace(part, **fields)
-        )
-        config = replace(config, **{section: changed})
+        change: Any = msgspec.structs.replace if isinstance(part, msgspec.Struct) else replace
+        changes[section] = change(part, **fields)
+    config = replace(config, **changes)
     return replace(config, given=frozenset(given), reasons=tuple(reasons), warnings=tuple(warnings))
 
 

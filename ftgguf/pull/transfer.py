@@ -45,7 +45,7 @@ MAX_SIZE = 1 << 44
 SPACE_MARGIN = 64 << 20
 """Bytes that stay free on the disk."""
 SAVE_EVERY = 0.25
-"""Seconds between two journals."""
+"""Seconds between two journals; a tenth of it when 2 % of the file came meanwhile."""
 REPORT_EVERY = 0.06
 """Seconds between two reports, as Ollama's."""
 _READ = 1 << 20
@@ -94,7 +94,7 @@ class Transfer:
         self._sockets: set[socket.socket] = set()
         self._wrong_ranges = 0
         self._reported = 0.0
-        self._saved = 0.0
+        self._saved = (0.0, 0)
 
     def run(self) -> tuple[Digest, int]:
         """Fetch, or go on fetching, and verify: the content's sha256 and size; `self.partial` holds it, flushed.
@@ -232,8 +232,9 @@ class Transfer:
             self._reported = now
             completed = spans.completed
             self.report(min(completed, hashed) if completed == spans.total else completed, spans.total)
-        if now - self._saved >= SAVE_EVERY:
-            self._saved = now
+        age, news = now - self._saved[0], spans.completed - self._saved[1]
+        if age >= SAVE_EVERY or (age >= SAVE_EVERY / 10 and news * 50 > spans.total):
+            self._saved = (now, spans.completed)
             spans.save(self.journal)
 
     def _work(self, spans: Spans, handle: int) -> None:

@@ -1,0 +1,137 @@
+"""`create`: a model of our store from a Modelfile, out of a GGUF file or another model."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from ftgguf.gguf import GGUFError, open_gguf
+from ftgguf.pull.digest import Digest
+from ftgguf.pull.errors import NameResolutionError, NotFound, PullError
+from ftgguf.pull.hub import describe
+from ftgguf.pull.manifest import Layer, encode_manifest
+from ftgguf.pull.modelfile import Modelfile
+from ftgguf.pull.names import HubName, OllamaName, PathName, StoredName, UrlName
+from ftgguf.pull.resolve import fetch, meaning
+from ftgguf.pull.session import Event, Session
+from ftgguf.pull.store import Entry
+from ftgguf.pull.transfer import check_space, disk_error
+
+_COPY = 1 << 22
+_REPLACED = {"params": "params", "system": "system", "template": "template", "messages": "messages"}
+
+
+def create(session: Session, target: StoredName, modelfile: Modelfile, folder: Path) -> Entry:
+    """Make `target`. Paths in the Modelfile are relative to `folder`; a model's name in FROM is pulled if missing.
+
+    Parameters add to those of the model it is made from; texts replace them. Raises PullError, NameResolutionError.
+    """
+    if modelfile.adapters:
+        raise NameResolutionError("ADAPTER is not supported in create: merge the LoRA into the GGUF first")
+    session.report(Event("gathering model components"))
+    layers, config = _base(session, modelfile.source, folder)
+    texts = _texts(session, modelfile, layers)
+    replaced = {kind for kind in _REPLACED if kind in texts}
+    layers = [layer for layer in layers if layer.kind not in replaced]
+    for kind, contents in texts.items():
+        for content in contents:
+            data = content.encode()
+            session.report(Event("creating new layer " + str(Digest.of(data))))
+            layers.append(Layer(kind, session.store.add_blob(data), len(data)))
+    session.report(Event("writing manifest"))
+    raw = encode_manifest(config or describe(session.store, layers), layers, {"kind": "create"})
+    before = session.store.get(target)
+    entry = session.store.put(target, raw)
+    if before is not None and before.owner == "ftgguf" and before.manifest.id != entry.manifest.id:
+        session.store.forget(before.manifest)
+    session.report(Event("success"))
+    return entry
+
+
+def _base(session: Session, source: str, folder: Path) -> tuple[list[Layer], Layer | None]:
+    """FROM's layers, and its config where it has one."""
+    path = folder / Path(source).expanduser()
+    if path.is_file():
+        return _from_file(session, path), None
+    name = meaning(source)
+    if isinstance(name, PathName):
+        raise NotFound(f"FROM {source}: no such file")
+    if not isinstance(name, OllamaName | HubName | UrlName):
+        raise NameResolutionError(f"FROM {source}: give a .gguf file or a model's name")
+    entry = session.store.get(name.stored if isinstance(name, UrlName) else name) or fetch(session, name)
+    return list(entry.manifest.layers), entry.manifest.config
+
+
+def _from_file(session: Session, path: Path) -> list[Layer]:
+    """The GGUF (all shards of a split one) copied into the store, after its header was checked."""
+    try:
+        with open_gguf(path) as gguf:
+            shards = [shard.path for shard in gguf.shards]
+    except GGUFError as error:
+        raise NameResolutionError(f"FROM {path.name}: {error.message}") from None
+    return [_copied(session, shard, shard.name if len(shards) > 1 else "") for shard in shards]
+
+
+def _copied(session: Session, path: Path, name: str) -> Layer:
+    """Copy a file into the store, hashing it on the way; the original stays the user's to change."""
+    size = path.stat().st_size
+    check_space(session.store.folder("blobs"), size, path.name)
+    key = f"copy-{Digest.of(str(path.resolve()).encode()).hex}"
+    with session.store.locked(key):
+        partial = session.store.folder("partial") / key
+        hasher, done = hashlib.sha256(), 0
+        try:
+            with path.open("rb") as source, partial.open("wb") as target:
+                while chunk := source.read(_COPY):
+                    hasher.update(chunk)
+                    target.write(chunk)
+                    done += len(chunk)
+                    session.report(Event(f"copying {path.name}", "", max(size, done), done))
+                target.flush()
+                os.fsync(target.fileno())
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise disk_error(error, path.name) from None
+        digest = Digest(hasher.hexdigest())
+        if session.store.find_blob(digest, done) is None:
+            session.store.adopt(partial, digest)
+        else:
+            partial.unlink()
+    return Layer("model", digest, done, name)
+
+
+def _texts(session: Session, modelfile: Modelfile, layers: list[Layer]) -> dict[str, list[str]]:
+    """The layers that the Modelfile sets, by kind."""
+    texts: dict[str, list[str]] = {}
+    if modelfile.params:
+        params: dict[str, object] = {}
+        for layer in layers:
+            if layer.kind == "params":
+                params |= msgspec.json.decode(session.store.read_blob(layer, layer.size), type=dict[str, object])
+        texts["params"] = [msgspec.json.encode(params | modelfile.params).decode()]
+    if modelfile.messages:
+        texts["messages"] = [msgspec.json.encode(modelfile.messages).decode()]
+    for kind, text in (("system", modelfile.system), ("template", modelfile.template)):
+        if text is not None:
+            texts[kind] = [text]
+    if modelfile.licenses:
+        texts["license"] = modelfile.licenses
+    return texts
+
+
+def read_modelfile(path: Path) -> str:
+    """The text of a Modelfile. Raises NotFound, PullError."""
+    try:
+        if path.stat().st_size > _COPY:
+            raise PullError(f"{path.name} is too large for a Modelfile")
+        return path.read_text()
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise NotFound(f"no Modelfile at {path}: -f FILE names it") from None
+        raise PullError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PullError(f"{path} is not a text file") from None
