@@ -189,7 +189,7 @@ class AttentionSpec:
         return 0 if self.window <= 0 else 2 if self.kind == "chunked" else 1
 
 
-_TL = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
+_TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
 
 
 def decode_splits(rows: int, kv_heads: int, programs: int = 264) -> int:

@@ -1,0 +1,259 @@
+"""The executor of a segment on a CUDA device: paged cells, captured decode, prefill in one eager pass a chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftgguf.engine.cuda_cells import CudaCells
+from ftgguf.engine.cuda_experts import ExpertStore
+from ftgguf.engine.cuda_inputs import Inputs, check_pages
+from ftgguf.engine.device_memory import DeviceMemory
+from ftgguf.engine.executor import ExecutorLost, NotSupported
+from ftgguf.layers.block import segment
+from ftgguf.layers.params import Decoder
+from ftgguf.nouns import F32, I32, PAGE, Batch
+from ftgguf.ops.cuda import CudaOps, RopeTables, Rows
+
+HEAD_ROWS = 64
+"""Rows whose logits exist at once: 64 rows of a vocabulary of 152k are 39 MB."""
+EACH_UP_TO = 8
+"""Row counts up to this have a graph each; above, multiples of it, with rows that write nothing as padding."""
+
+
+def graph_rows(max_decode_rows: int) -> list[int]:
+    """The row counts that get a graph for batches of 1..`max_decode_rows` rows, ascending."""
+    small = list(range(1, min(max_decode_rows, EACH_UP_TO) + 1))
+    if max_decode_rows <= EACH_UP_TO:
+        return small
+    top = -(-max_decode_rows // EACH_UP_TO) * EACH_UP_TO
+    return small + list(range(2 * EACH_UP_TO, top + 1, EACH_UP_TO))
+
+
+class CudaExecutor:
+    """Blocks [first, last) of a model on one device (engine.executor.Executor for a whole model).
+
+    `decode_rows`: batches of up to so many rows run as captured graphs (`--parallel`); `eager` runs the same passes
+    without capture (`--debug-eager`). On a CPU device (the Triton interpreter) everything is eager.
+    """
+
+    recurrent = False
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        model: Decoder,
+        store: ExpertStore,
+        *,
+        n_cells: int,
+        max_rows: int,
+        decode_rows: int,
+        max_sequences: int,
+        kv: str = "f16",
+        eager: bool = False,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        self.memory, self.device = memory, memory.device
+        self.model, self.store = model, store
+        self.first, self.last = first, len(model.blocks) if last is None else last
+        self.final = self.last == len(model.blocks)
+        self.n_vocab = model.n_vocab
+        self.n_cells = -(-n_cells // PAGE) * PAGE
+        self.max_rows = max(max_rows, decode_rows)
+        self.captures = self.device.type == "cuda" and not eager
+        attentions = [b.attention for b in model.blocks[self.first : self.last]]
+        self.cells = CudaCells(memory, attentions, self.n_cells, kv)
+        self.ropes = RopeTables(self.device)
+        self.sizes = graph_rows(decode_rows)
+        top = self.sizes[-1]
+        pages = self.n_cells // PAGE
+        self.small = Inputs(self.device, top, max(max_sequences, top), pages)
+        self.large = Inputs(self.device, self.max_rows, max(max_sequences, top), pages)
+        memory.reserve("inputs", self.small.nbytes + self.large.nbytes)
+        width = self.n_vocab if self.final else model.n_embd
+        self.result = memory.tensor("logits", (top, width), torch.float32)
+        pinned = self.device.type == "cuda"
+        self.hidden = memory.tensor("inputs", (self.max_rows, model.n_embd), torch.float32) if first else None
+        self.host_hidden = torch.empty(self.max_rows, model.n_embd, pin_memory=pinned) if first else None
+        host_rows = max(top, HEAD_ROWS) if self.final else self.max_rows
+        self.host_result = torch.empty(host_rows, width, pin_memory=pinned)
+        self.graphs: dict[int, Any] = {}
+        self.pool: Any = None
+
+    # ------------------------------------------------------------------------------------------------- the passes
+
+    def _ops(self, rows: Rows) -> CudaOps:
+        return CudaOps(rows, self.cells.caches, self.ropes, self.store, self.first)
+
+    def _decode(self, rows: int) -> None:
+        """The pass that a graph holds: `small` and `hidden` in, `result[:rows]` out."""
+        h = None if self.hidden is None else self.hidden[:rows]
+        ops = self._ops(self.small.rows(rows, rows, all_outputs=True))
+        self.result[:rows].copy_(segment(ops, self.model, self.first, self.last, h))
+
+    def warm_up(self) -> None:
+        """Compile and load every kernel that the file's types need, then capture the decode graphs. Rows that write
+        nothing: no cell changes."""
+        with self._on_device():
+            nothing = np.zeros(0, np.int32)
+            if self.max_rows > self.sizes[-1]:
+                self._prefill(_dummy(self.max_rows, nothing[:0]), None, warming=True)
+            for rows in self.sizes:
+                self.small.fill(_dummy(rows, np.arange(rows, dtype=np.int32)), rows)
+                self._decode(rows)
+            if not self.captures:
+                return
+            torch.cuda.synchronize(self.device)
+            before = torch.cuda.memory_reserved(self.device)
+            self.pool = torch.cuda.graph_pool_handle()
+            for rows in reversed(self.sizes):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self.pool):
+                    self._decode(rows)
+                self.graphs[rows] = graph
+            torch.cuda.synchronize(self.device)
+            self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
+
+    def forward(self, batch: Batch) -> F32:
+        """See engine.executor.Executor.forward."""
+        return self.run(batch)
+
+    def run(self, batch: Batch, hidden: F32 | None = None) -> F32:
+        """One pass: logits [outputs, vocab], or the hidden state [rows, n_embd] of a segment that is not the last.
+
+        `hidden` float32 [rows, n_embd]: the hidden state of the segment before (or embeddings). Raises ValueError for
+        a batch that does not fit, MemoryError (the executor lives on) and ExecutorLost.
+        """
+        hidden = batch.embedding if hidden is None else hidden
+        if not 0 < batch.rows <= self.max_rows:
+            raise ValueError(f"a batch of {batch.rows} rows, the executor takes 1 to {self.max_rows}")
+        check_pages(batch)
+        try:
+            with self._on_device():
+                decoding = batch.rows <= self.sizes[-1] and (hidden is None) == (self.hidden is None)
+                return self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            raise MemoryError(
+                f"the GPU has no memory for {batch.rows} rows: lower -ub ({self.max_rows}) or raise --vram-budget"
+            ) from error
+        except RuntimeError as error:
+            if self.device.type == "cuda" and "CUDA" in str(error):
+                raise ExecutorLost(
+                    f"the GPU failed ({str(error).splitlines()[0]}); --debug-eager finds the kernel"
+                ) from error
+            raise
+
+    def _on_device(self) -> Any:
+        import contextlib
+
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _small(self, batch: Batch, hidden: F32 | None) -> F32:
+        rows = next(size for size in self.sizes if size >= batch.rows)
+        self.small.fill(batch, rows)
+        if hidden is not None:
+            self._upload(hidden)
+        graph = self.graphs.get(rows)
+        if graph is None:
+            self._decode(rows)
+        else:
+            graph.replay()
+        if self.final and not len(batch.outputs):
+            return np.empty((0, self.n_vocab), np.float32)
+        n = batch.rows
+        self.host_result[:n].copy_(self.result[:n], non_blocking=True)
+        self._wait()
+        values: F32 = self.host_result[:n].numpy()
+        if not self.final or len(batch.outputs) == n:
+            return values
+        return values[batch.outputs]
+
+    def _prefill(self, batch: Batch, hidden: F32 | None, warming: bool = False) -> F32:
+        self.large.fill(batch, batch.rows)
+        h = None
+        if hidden is not None:
+            h = self._upload(hidden)
+        elif warming and self.hidden is not None:
+            h = self.hidden[: batch.rows].zero_()
+        n = len(batch.outputs)
+        rows = self.large.rows(batch.rows, n, all_outputs=n == batch.rows)
+        if self.final and n > HEAD_ROWS:
+            return self._many_outputs(batch, rows, h)
+        out = segment(self._ops(rows), self.model, self.first, self.last, h)
+        if out is None:
+            return np.empty((0, self.n_vocab), np.float32)
+        target = self.host_result[: out.shape[0]]
+        target.copy_(out, non_blocking=True)
+        self._wait()
+        values: F32 = target.numpy()
+        return values
+
+    def _many_outputs(self, batch: Batch, rows: Rows, h: Any) -> F32:
+        """Logits of many rows (perplexity): the blocks once, the head on HEAD_ROWS rows at a time."""
+        ops = self._ops(rows)
+        hidden = segment(_NoHead(ops), self.model, self.first, self.last, h)
+        n = rows.n_outputs
+        result = np.empty((n, self.n_vocab), np.float32)
+        for at in range(0, n, HEAD_ROWS):
+            logits = ops.head(hidden[at : at + HEAD_ROWS].contiguous(), self.model.head)
+            result[at : at + HEAD_ROWS] = logits.cpu().numpy()
+        return result
+
+    def _upload(self, hidden: F32) -> Any:
+        n = len(hidden)
+        if self.hidden is None or self.host_hidden is None:
+            return torch.from_numpy(np.ascontiguousarray(hidden, np.float32)).to(self.device)
+        self.host_hidden[:n].copy_(torch.from_numpy(np.ascontiguousarray(hidden, np.float32)))
+        self.hidden[:n].copy_(self.host_hidden[:n], non_blocking=True)
+        return self.hidden[:n]
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    # -------------------------------------------------------------------------------------------------- the cells
+
+    def copy_cells(self, src: I32, dst: I32) -> None:
+        self.cells.copy(src, dst)
+
+    def read_cells(self, cells: I32) -> bytes:
+        return self.cells.read(cells)
+
+    def write_cells(self, cells: I32, data: bytes) -> None:
+        self.cells.write(cells, data)
+
+    def shift_cells(self, cells: I32, delta: int) -> None:
+        """Rotate K of `cells` by `delta` positions, layer by layer, as llama.cpp's context shift does."""
+        at = torch.from_numpy(np.ascontiguousarray(cells, np.int64)).to(self.device)
+        by = torch.full((len(cells),), delta, dtype=torch.int32, device=self.device)
+        none: Sequence[Any] = ()
+        for i, block in enumerate(self.model.blocks[self.first : self.last]):
+            a = block.attention
+            if a.rope is None:
+                raise NotSupported("the context of a model without RoPE cannot be shifted")
+            ops = CudaOps(Rows(by, by, by, by, by, None, None, 0), none, self.ropes, self.store, 0)
+            self.cells.set_keys(i, at, ops.rope(self.cells.keys(i, at), a.rope))
+
+
+class _NoHead:
+    """`ops` whose head passes the hidden state on."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def head(self, h: Any, p: Any) -> Any:
+        return h
+
+
+def _dummy(rows: int, outputs: I32) -> Batch:
+    """Rows at position 0 that write no cell."""
+    zero = np.zeros(rows, np.int32)
+    return Batch(zero, zero, zero, np.full(rows, -PAGE, np.int32), (np.zeros(1, np.int32),), outputs)
