@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -88,7 +89,7 @@ class Target:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """A plain JSON request. Raises RequestFailed."""
         try:
-            reply = httpx.post(self.url + path, json=body, headers=self.headers(), timeout=self.timeout)
+            reply = _http().post(self.url + path, json=body, headers=self.headers(), timeout=self.timeout)
         except httpx.HTTPError as error:
             raise RequestFailed(f"{path}: {_why(error)}") from None
         if reply.status_code != 200:
@@ -99,7 +100,7 @@ class Target:
     def get(self, path: str) -> dict[str, Any]:
         """The JSON document at `path`. Raises RequestFailed."""
         try:
-            reply = httpx.get(self.url + path, headers=self.headers(), timeout=30)
+            reply = _http().get(self.url + path, headers=self.headers(), timeout=30)
             reply.raise_for_status()
         except httpx.HTTPError as error:
             raise RequestFailed(f"{path}: {_why(error)}") from None
@@ -163,6 +164,12 @@ class Target:
                 yield at, document
         finally:
             connection.close()
+
+
+@cache
+def _http() -> httpx.Client:
+    """One client for all plain requests: making one costs 40 ms."""
+    return httpx.Client()
 
 
 def _why(error: BaseException) -> str:

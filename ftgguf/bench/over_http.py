@@ -87,6 +87,8 @@ class HttpDuel:
             n = r % len(self.sides)
             # ours first in the first round: its tokenizer makes the prompts
             for side in self.sides[n:] + self.sides[:n]:
+                if self.sides[0].lost:  # nothing to compare with
+                    return
                 if not side.lost:
                     self._round(r, side, plan)
             if r == 0:

@@ -22,7 +22,7 @@ _PATTERNS = tuple(
         r"\b(?:sk|pk|rk|hf|ghp|gho|ghu|ghs|glpat|xox[abprs]|AKIA|ASIA|AIza)[-_]?[A-Za-z0-9_\-]{16,}",
         r"\bgithub_pat_[A-Za-z0-9_]{20,}",
         r"\bey[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{10,}\.[A-Za-z0-9_\-]{5,}",  # a JSON web token
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
         r"(?i)\b(?:bearer|basic)\s+[A-Za-z0-9+/=_\-.]{16,}",
         r"(?i)(?<=://)[^/\s:@]+:[^/\s@]+(?=@)",  # user:password in a URL
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def stub(script: Script) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             script.seen.append((self.path, body))
             if script.hang:
-                time.sleep(3)
+                time.sleep(1)
             if script.status != 200:
                 return self._json({"error": {"message": "stub says no"}}, script.status)
             if self.path == "/tokenize":
@@ -86,7 +87,7 @@ def stub(script: Script) -> Iterator[str]:
             n = body.get("n_predict") or body.get("max_tokens") or options.get("num_predict", 4)
             for i in range(n):
                 if i == script.fail_after:
-                    self.connection.close()
+                    self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 time.sleep(script.delay)
                 self._chunk(self._token(body, script.token(n_prompt, i), n_prompt))
