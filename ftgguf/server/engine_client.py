@@ -50,7 +50,7 @@ class RequestStream:
         self._client = client
         self._live = {request.id for request in requests}
         self._queue: deque[Reply | m.Failed] = deque()
-        self._wake = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def running(self) -> bool:
@@ -61,13 +61,23 @@ class RequestStream:
         if isinstance(message, m.Finished | m.Failed):
             self._live.discard(message.id)
         self._queue.append(message)
-        self._wake.set()
+        _wake(self._waiter)
 
-    async def next(self) -> list[Reply]:
-        """Everything that has arrived (at least one message). A failed sequence raises its `ApiError`."""
-        while not self._queue:
-            self._wake.clear()
-            await self._wake.wait()
+    async def next(self, timeout: float = 0.0) -> list[Reply]:
+        """Everything that has arrived: at least one message, or none after `timeout` seconds (<= 0: no limit).
+
+        A failed sequence raises its `ApiError`. One timer and one future for each wait: this runs for every token.
+        """
+        if not self._queue:
+            loop = asyncio.get_running_loop()
+            self._waiter = waiter = loop.create_future()
+            timer = loop.call_later(timeout, _wake, waiter) if timeout > 0 else None
+            try:
+                await waiter
+            finally:
+                self._waiter = None
+                if timer is not None:
+                    timer.cancel()
         batch: list[Reply] = []
         while self._queue:
             message = self._queue[0]
@@ -87,6 +97,11 @@ class RequestStream:
     ) -> None:
         self._client.release(self._live)
         self._live = set()
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
 
 
 class EngineClient:

@@ -20,7 +20,7 @@ from ftgguf.server.engine_client import RequestStream
 from ftgguf.server.errors import ApiError, server_error
 from ftgguf.server.params import RequestParams
 from ftgguf.server.prompts import check_prompt
-from ftgguf.server.sse import EventStream, unless_disconnected, with_pings
+from ftgguf.server.sse import EventStream, unless_disconnected
 from ftgguf.server.state import ServerState
 from ftgguf.server.wire import dumps
 
@@ -155,10 +155,9 @@ async def _events(
     async with stream:
         try:
             yield _encode(first, by_id, shape)
-            chunks = with_pings(stream.next, interval, shape.ping)
             while stream.running:
-                batch = await anext(chunks)
-                yield batch if isinstance(batch, bytes) else _encode(batch, by_id, shape)
+                batch = await stream.next(interval)
+                yield _encode(batch, by_id, shape) if batch else shape.ping
             yield shape.end()
         except ApiError as error:
             yield shape.error(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
 from sse_starlette import EventSourceResponse
@@ -28,35 +28,11 @@ def event(name: str, value: Any) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """A stream of ready-made bytes with llama-server's headers; pings come from `with_pings`, not from a timer."""
+    """A stream of ready-made bytes with llama-server's headers; pings come from the content, not from a timer."""
 
     def __init__(self, content: AsyncIterator[bytes]) -> None:
         super().__init__(content, ping=0)
         self.raw_headers = [(b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream")]
-
-
-async def with_pings(next_chunk: Callable[[], Awaitable[T]], interval: float, ping: bytes) -> AsyncIterator[T | bytes]:
-    """Chunks of `next_chunk`, with `ping` in between whenever `interval` seconds pass in silence (<= 0: never).
-
-    The iterator never ends by itself: the consumer stops it.
-    """
-    if interval <= 0:
-        while True:
-            yield await next_chunk()
-    task: asyncio.Future[T] | None = None
-    try:
-        while True:
-            if task is None:
-                task = asyncio.ensure_future(next_chunk())
-            done, _ = await asyncio.wait({task}, timeout=interval)
-            if done:
-                chunk, task = task.result(), None
-                yield chunk
-            else:
-                yield ping
-    finally:
-        if task is not None:
-            task.cancel()
 
 
 class Disconnected(Exception):
