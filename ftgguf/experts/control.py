@@ -21,11 +21,12 @@ Deterministic: no clock and no random numbers in here, everything comes in by `r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ftgguf.experts.split import PHI_ONE, phi_from_bandwidths, to_q16
 
@@ -191,6 +192,15 @@ class SplitController:
         if self.running is Arm.CPU:
             return 0, 0
         return to_q16(self.estimates[kind].phi), 1
+
+    def write(self, split: NDArray[np.int32], kinds: Sequence[str]) -> bool:
+        """Set `Residency.split` (int32 [layers, 2]) for the next step, `kinds[l]` being layer l's type; returns
+        whether anything changed, and so must be copied to the device."""
+        rows = np.array([self.split(kind) for kind in kinds], np.int32)
+        if np.array_equal(rows, split):
+            return False
+        split[:] = rows
+        return True
 
     def record(self, sample: StepSample) -> None:
         """Take in what a step measured; may change arm and phi."""

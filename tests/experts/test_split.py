@@ -197,6 +197,15 @@ def test_mixed_batches_decide_nothing() -> None:
     assert control.arm is Arm.SPLIT
 
 
+def test_write_by_layer() -> None:
+    """Each layer gets its type's share; a second call without news changes nothing."""
+    control = SplitController({"Q4_K": Bandwidths(25 * GB, 50 * GB), "Q6_K": Bandwidths(25 * GB, 100 * GB)})
+    split = np.zeros((3, 2), np.int32)
+    assert control.write(split, ["Q4_K", "Q6_K", "Q4_K"])
+    assert split.tolist() == [[PHI_ONE // 2, 1], [PHI_ONE // 4, 1], [PHI_ONE // 2, 1]]
+    assert not control.write(split, ["Q4_K", "Q6_K", "Q4_K"])
+
+
 def test_deterministic() -> None:
     """The same inputs give the same decisions."""
     a, b = (simulate(*CASES["the CPU is taken and comes back"], 3000) for _ in range(2))
