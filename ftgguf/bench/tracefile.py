@@ -145,21 +145,30 @@ def _recorded(stem: str, entries: list[dict[str, Any]]) -> list[Session]:
             continue
         n_gen = int(entry.get("predicted_n", 0) or body.get("max_tokens") or DEFAULT_REPLY)
         request = Request(tuple(messages), "first", n_gen=n_gen, tools=tuple(body.get("tools") or ()))
-        home = max(found, key=lambda s: _common(s[-1].messages, request.messages), default=None)
-        if home is None or _common(home[-1].messages, request.messages) < 2:
+        home = max(found, key=lambda s: common(s[-1].messages, request.messages), default=None)
+        kind = "first" if home is None else continues(home[-1].messages, request.messages)
+        if home is None or kind == "first":
             found.append([request])
         else:
-            whole = _common(home[-1].messages, request.messages) == len(home[-1].messages)
-            home.append(replace(request, kind="append" if whole else "edited"))
+            home.append(replace(request, kind=kind))
     return [Session(f"{stem}-{i}", tuple(requests)) for i, requests in enumerate(found)]
 
 
-def _common(a: Sequence[Message], b: Sequence[Message]) -> int:
+def common(a: Sequence[Message], b: Sequence[Message]) -> int:
     """Length of the common beginning."""
     n = 0
     while n < min(len(a), len(b)) and a[n] == b[n]:
         n += 1
     return n
+
+
+def continues(before: Sequence[Message], now: Sequence[Message]) -> str:
+    """How a request goes on from the one `before`: `append` (all of it and more), `edited` (two messages in common at
+    least: a system prompt alone is shared by strangers), `first` (not at all)."""
+    shared = common(before, now)
+    if shared and shared == len(before):
+        return "append"
+    return "edited" if shared >= 2 else "first"
 
 
 # ------------------------------------------------------------------------------------------------------- fitting

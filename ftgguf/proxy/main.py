@@ -1,0 +1,124 @@
+"""`ftgguf proxy --a URL --b URL`: its command line, and the report it keeps up to date."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from ftgguf.bench import host, html, table
+from ftgguf.bench.report import Contestant, Report
+from ftgguf.bench.trace import slow_turns
+from ftgguf.proxy.app import Proxy, Side
+from ftgguf.proxy.ledger import Ledger, say
+
+SAVE_S = 2.0
+"""Seconds between two writings of the report while requests come in."""
+
+
+def main(argv: list[str]) -> int:
+    """Serve until interrupted, then print the report; returns the exit status (that of the report)."""
+    options = _parser().parse_args(argv)
+    if options.a.rstrip("/") == options.b.rstrip("/"):
+        print("ftgguf proxy: --a and --b are the same server", file=sys.stderr)
+        return 1
+    report = Report("proxy", shlex.join(["ftgguf", "proxy", *argv]))
+    report.host = host.describe()
+    try:
+        a = _side(options.a, "A", options.a_key, first=True)
+        b = _side(options.b, "B", options.b_key, first=False)
+    except httpx.HTTPError as error:
+        print(f"ftgguf proxy: {error.request.url} does not answer: {error}", file=sys.stderr)
+        return 1
+    # ratios read "ours / theirs": ours is the ftgguf of the two, A where that does not decide
+    if a.contestant.ours or not b.contestant.ours:
+        a.contestant.ours, b.contestant.ours = True, False
+    report.contestants = [a.contestant, b.contestant]
+    how = "" if options.mode == "split" else ", at once" if options.at_once else ", B after A"
+    report.settings = {
+        "mode": options.mode + how,
+        "sampling": "the client's",
+        "clock": "the proxy's",
+        "prefix cache": "as each server keeps it",
+    }
+    ledger = Ledger(report, a.contestant, b.contestant)
+    saver = _Saver(ledger, options.report, options.html)
+    proxy = Proxy(a, b, ledger, options.mode, options.at_once, options.timeout, saver.changed)
+    say(f"listening on http://{options.host}:{options.port}: {options.mode} of A {a.url} and B {b.url}; Ctrl-C ends")
+    uvicorn.run(proxy.app(), host=options.host, port=options.port, log_level="warning", access_log=False)
+    report.notes += slow_turns(report)
+    print(table.render(ledger.finish()), end="")
+    saver.save()
+    return report.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ftgguf proxy",
+        description="Pass a client's traffic to A, show the same to B, and compare them on it. Point the client at "
+        "the address that is printed; end with Ctrl-C.",
+    )
+    parser.add_argument("--a", required=True, metavar="URL", help="the server whose answers the client gets")
+    parser.add_argument("--b", required=True, metavar="URL", help="the server that is compared")
+    parser.add_argument("--mode", choices=("mirror", "split"), default="mirror",
+                        help="mirror: A answers, B gets a copy; split: conversations are dealt out in turns")  # fmt: skip
+    parser.add_argument("--at-once", action="store_true",
+                        help="mirror while A answers, not after: for servers on two machines")  # fmt: skip
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8090, help="port to listen on (default: %(default)s)")
+    parser.add_argument("--a-key", default="", metavar="KEY", help="API key for A instead of the client's")
+    parser.add_argument("--b-key", default="", metavar="KEY", help="API key for B, which never gets the client's")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until a side counts as hung")
+    parser.add_argument("--report", default="", metavar="FILE", help="keep the report there as JSON")
+    parser.add_argument("--html", default="", metavar="FILE", help="keep the report there as a page with plots")
+    return parser
+
+
+def _side(url: str, letter: str, api_key: str, *, first: bool) -> Side:
+    """Ask the server what it is. Raises httpx.HTTPError if nobody answers."""
+    url = url.rstrip("/")
+    build = ""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    reply = httpx.get(f"{url}/props", timeout=10, headers=headers)
+    if reply.status_code == 200 and reply.headers.get("content-type", "").startswith("application/json"):
+        build = str(reply.json().get("build_info", ""))
+    ours = "ftgguf" in build
+    side = Contestant(f"{letter} {'ftgguf' if ours else url.split('//')[-1]}", ours=ours, build=build, command=url)
+    return Side(url, side, api_key, keeps_credentials=first)
+
+
+class _Saver:
+    """Writes the report's files, at most every SAVE_S seconds, whole or not at all."""
+
+    def __init__(self, ledger: Ledger, report: str, page: str) -> None:
+        self._ledger = ledger
+        self._files = {Path(report): True} if report else {}
+        self._files |= {Path(page): False} if page else {}
+        self._last = 0.0
+
+    def changed(self) -> None:
+        """Something was measured."""
+        if time.monotonic() - self._last >= SAVE_S:
+            self.save()
+
+    def save(self) -> None:
+        """Write now."""
+        self._last = time.monotonic()
+        report = self._ledger.finish()
+        for path, as_json in self._files.items():
+            partial = path.with_name(f".{path.name}.part")
+            if as_json:
+                report.save(partial)
+            else:
+                partial.write_text(html.page(report), encoding="utf-8")
+            os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The proxy between a client and two stub servers, over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from ftgguf.bench.report import OK, PEER_FAILED, Contestant, Report, from_json
+from ftgguf.bench.servers import free_port
+from ftgguf.proxy.app import Proxy, Side
+from ftgguf.proxy.ledger import Ledger
+from tests.bench.stub_server import Script, stub
+
+
+class Setting:
+    """A running proxy with what it keeps books in."""
+
+    def __init__(self, url: str, report: Report, a_url: str) -> None:
+        self.url, self.report, self.a_url = url, report, a_url
+
+    def wait(self, turns: int) -> None:
+        """Until so many answers are in the report."""
+        end = time.monotonic() + 10
+        while len(self.report.turns) < turns:
+            assert time.monotonic() < end, self.report.turns
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(a: Script, b: Script, **fields: object) -> Iterator[Setting]:
+    """A proxy of two stubs."""
+    with stub(a) as a_url, stub(b) as b_url:
+        report = Report("proxy", "test")
+        report.contestants = [Contestant("A", ours=True), Contestant("B", ours=False)]
+        sides = [
+            Side(url, side, keeps_credentials=side.ours)
+            for url, side in zip((a_url, b_url), report.contestants, strict=True)
+        ]
+        proxy = Proxy(*sides, Ledger(report, *report.contestants), **fields)  # type: ignore[arg-type]
+        port = free_port()
+        server = uvicorn.Server(uvicorn.Config(proxy.app(), host="127.0.0.1", port=port, log_level="error"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield Setting(f"http://127.0.0.1:{port}", report, a_url)
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def chat(*texts: str, **more: object) -> dict[str, object]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)]
+    return {"messages": messages, "stream": True, "max_tokens": 4, "temperature": 0, **more}
+
+
+def test_the_clients_bytes_are_as_bytes_and_b_sees_the_same_request() -> None:
+    a, b = Script(), Script()
+    with running(a, b) as s:
+        direct = httpx.post(s.a_url + "/v1/chat/completions", json=chat("hi"))
+        through = httpx.post(s.url + "/v1/chat/completions", json=chat("hi"))
+        assert through.content == direct.content
+        s.wait(2)
+    assert b.seen == [a.seen[0]]
+    assert [(t.contestant, t.n_gen, t.cached_n) for t in s.report.turns] == [("A", 4, 2), ("B", 4, 2)]
+    assert s.report.status == OK
+
+
+def test_a_streams_while_it_generates() -> None:
+    """The first token reaches the client long before the last is made: 0.1 s a token by the stub's clock."""
+    with (
+        running(Script(delay=0.1), Script()) as s,
+        httpx.stream("POST", s.url + "/completion", json={"prompt": [1]}) as r,
+    ):
+        started = time.perf_counter()
+        arrivals = [time.perf_counter() - started for _ in r.iter_raw()]
+    assert arrivals[0] < arrivals[-1] - 0.2
+
+
+def test_b_never_gets_the_clients_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [("Authorization", "Bearer secret"), ("x-api-key", "k"), ("Cookie", "c"), ("X-Other", "1"), ("Host", "h")]
+    a = Side("http://a", Contestant("A", ours=True), keeps_credentials=True)
+    b = Side("http://b", Contestant("B", ours=False))
+    keyed = Side("http://b", Contestant("B", ours=False), api_key="mine")
+    assert dict(a.headers(given))["Authorization"] == "Bearer secret"
+    assert dict(b.headers(given)) == {"X-Other": "1", "accept-encoding": "identity"}
+    assert dict(keyed.headers(given))["authorization"] == "Bearer mine"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_failing_b_is_only_a_row(at_once: bool) -> None:
+    with running(Script(), Script(status=500), at_once=at_once) as s:
+        assert httpx.post(s.url + "/v1/chat/completions", json=chat("hi")).status_code == 200
+        s.wait(2)
+    assert s.report.status == PEER_FAILED
+    assert [bool(t.error) for t in sorted(s.report.turns, key=lambda t: t.contestant)] == [False, True]
+
+
+def test_as_errors_reach_the_client_as_they_are() -> None:
+    with running(Script(status=503), Script()) as s:
+        reply = httpx.post(s.url + "/v1/chat/completions", json=chat("hi"))
+    assert (reply.status_code, reply.json()) == (503, {"error": {"message": "stub says no"}})
+
+
+def test_nobody_at_a_is_502() -> None:
+    with running(Script(), Script()) as s:
+        pass
+    gone = Side(s.a_url, Contestant("A", ours=True))
+    report = Report("proxy", "t", contestants=[gone.contestant])
+    proxy = Proxy(gone, gone, Ledger(report, gone.contestant, gone.contestant), mode="split")
+    from starlette.testclient import TestClient
+
+    with TestClient(proxy.app()) as client:
+        reply = client.post("/v1/chat/completions", json=chat("hi"))
+    assert reply.status_code == 502
+    assert "A at" in reply.json()["error"]["message"]
+    assert report.turns[0].error
+
+
+def test_split_deals_out_conversations_and_keeps_them() -> None:
+    a, b = Script(), Script()
+    with running(a, b, mode="split") as s:
+        for texts in (("one",), ("two",), ("one", "x", "more"), ("two", "y", "more")):
+            httpx.post(s.url + "/v1/chat/completions", json=chat(*texts))
+        s.wait(4)
+    first = [[body["messages"][0]["content"] for _, body in script.seen] for script in (a, b)]
+    assert first == [["one"], ["two", "two"]] or first == [["one", "one"], ["two", "two"]]
+    assert [(t.contestant, t.session[-1], t.turn) for t in s.report.turns] == [
+        ("A", "0", 0),
+        ("B", "1", 0),
+        ("A", "0", 1),
+        ("B", "1", 1),
+    ]
+
+
+def test_conversations_are_recognised_and_edits_named() -> None:
+    a, b = Contestant("A", ours=True), Contestant("B", ours=False)
+    ledger = Ledger(Report("proxy", "t"), a, b)
+
+    def ask(*texts: str) -> tuple[str, int, str]:
+        asked = ledger.ask(chat(*texts), 0.0)
+        return asked.conversation.name[-1], asked.turn, asked.kind
+
+    assert ask("sys", "a", "q") == ("0", 0, "first")
+    assert ask("other", "b", "q") == ("1", 0, "first")
+    assert ask("sys", "a", "q", "r", "s") == ("0", 1, "append")
+    assert ask("sys", "a", "changed") == ("0", 2, "edited")
+    assert ledger.ask({"prompt": "x"}, 0.0).kind == "first"
+
+
+def test_other_paths_go_to_a_alone() -> None:
+    a, b = Script(), Script()
+    with running(a, b) as s:
+        assert httpx.get(s.url + "/health").json()["status"] == "ok"
+        assert httpx.post(s.url + "/tokenize", json={"content": "a bb"}).json() == {"tokens": [1, 2]}
+    assert b.seen == []
+    assert s.report.turns == []
+
+
+def test_the_command_writes_its_report_when_interrupted(tmp_path: Path) -> None:
+    """The command line in a process of its own: one request, Ctrl-C, a table, JSON and a page."""
+    port, saved, page = free_port(), tmp_path / "r.json", tmp_path / "r.html"
+    with stub(Script()) as a, stub(Script()) as b:
+        argv = ["--a", a, "--b", b, "--port", str(port), "--report", str(saved), "--html", str(page)]
+        command = [sys.executable, "-m", "ftgguf.proxy.main", *argv]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        try:
+            _answered(f"http://127.0.0.1:{port}", process)
+            end = time.monotonic() + 20
+            while not saved.exists() or len(from_json(saved.read_bytes()).turns) < 1:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            os.kill(process.pid, signal.SIGINT)
+            out, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    report = from_json(saved.read_bytes())
+    assert {t.contestant[0] for t in report.turns} == {"A", "B"}
+    assert "conversation 0" in out
+    assert "<svg" in page.read_text()
+    assert json.loads(saved.read_text())["settings"]["mode"] == "mirror, B after A"
+
+
+def _answered(url: str, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 30
+    while True:
+        try:
+            assert httpx.post(url + "/v1/chat/completions", json=chat("hi"), timeout=10).status_code == 200
+            return
+        except httpx.TransportError:
+            assert process.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.1)
