@@ -1,0 +1,124 @@
+"""The whole server as a process, with the model in the package: start-up block, signals, restart, sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "ftgguf/data/stories260K-8x-top2-Q8_0.gguf"
+CODE = "import sys; from ftgguf.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+@contextmanager
+def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """(process, address, start-up text) of a server that is ready."""
+    command = [sys.executable, "-c", CODE, "serve", "-m", str(MODEL), "-c", "512", "-np", "2", *flags]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    try:
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("Talk to it"):
+                break
+        text = "".join(lines)
+        found = re.search(r"address +(\S+)", text)
+        assert found, text
+        yield process, found.group(1), text
+    finally:
+        process.kill()
+        process.wait()
+
+
+def engine_of(process: subprocess.Popen[str]) -> psutil.Process:
+    (engine,) = [child for child in psutil.Process(process.pid).children() if "ftgguf.engine" in child.cmdline()]
+    return engine
+
+
+def test_start_answer_restart_and_leave() -> None:
+    with serve("--port", "0", "--metrics") as (process, url, text):
+        for word in ("ftgguf", "model", "threads", "context", "memory", url + "/v1/chat/completions"):
+            assert word in text
+        with httpx.Client(base_url=url, timeout=30) as http:
+            body = {"prompt": "Once upon", "n_predict": 8, "temperature": 0}
+            first = http.post("/completion", json=body).json()
+            assert first["tokens_predicted"] == 8
+            with http.stream("POST", "/completion", json=body | {"stream": True}) as response:
+                events = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: ")]
+            assert "".join(event["content"] for event in events) == first["content"]
+            assert "llamacpp:tokens_predicted_total 16" in http.get("/metrics").text
+            engine = engine_of(process)
+            engine.kill()
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                if http.get("/health").status_code == 200 and engine_of(process).pid != engine.pid:
+                    break
+                time.sleep(0.05)
+            assert http.post("/completion", json=body).json()["content"] == first["content"]
+        engine = engine_of(process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+        _, alive = psutil.wait_procs([engine], 10)
+        assert not alive
+
+
+def test_a_second_signal_leaves_at_once() -> None:
+    with serve("--port", "0") as (process, url, _):
+        body = {"prompt": "Once", "n_predict": 400, "ignore_eos": True}
+        with (
+            httpx.Client(base_url=url, timeout=30) as http,
+            http.stream("POST", "/completion", json=body | {"stream": True}) as r,
+        ):
+            next(r.iter_lines())
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) in (0, 130)
+
+
+def test_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "ftgguf.sock")
+    with serve("--host", path) as (process, url, text):
+        assert url == f"unix://{path}"
+        assert f"--unix-socket {path}" in text
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://localhost") as http:
+            assert http.get("/health").json() == {"status": "ok"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--chat-template", "{% if %}"), "the chat template does not compile"),
+        (("--host", "127.0.0.1", "--port", "{taken}"), "couldn't bind HTTP server socket"),
+    ],
+)
+def test_faults_at_start_are_one_line(flags: tuple[str, ...], message: str) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        given = [flag.format(taken=port) if flag == "{taken}" else flag for flag in flags]
+        if "--port" not in given:
+            given += ["--port", "0"]
+        command = [sys.executable, "-c", CODE, "serve", "-m", str(MODEL), *given]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
