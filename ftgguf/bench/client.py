@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 
 Dialect = Literal["native", "openai", "ollama"]
+_DONE: dict[str, Any] = {}
+"""Stands for the `[DONE]` of an OpenAI stream."""
 Prompt = Sequence[int] | str
 """Token ids (native) or text."""
 
@@ -46,6 +48,8 @@ class Answer:
     cached_n: int = -1
     n_gen: int = 0
     counted: bool = True
+    ended: bool = False
+    """The server said that this is all."""
     server: dict[str, float] = field(default_factory=dict)
     """The server's own `timings`, for a cross-check."""
 
@@ -125,11 +129,16 @@ class Target:
         started = time.perf_counter()
         try:
             for at, document in self._lines(path, payload):
-                read(answer, at - started, document)
+                if document is _DONE:
+                    answer.ended = True
+                else:
+                    read(answer, at - started, document)
         except (OSError, http.client.HTTPException, ValueError) as error:
             got = f" after {len(answer.arrivals)} tokens" if answer.arrivals else ""
             raise RequestFailed(f"{path}: {_why(error)}{got}") from None
         answer.total = time.perf_counter() - started
+        if not answer.ended:
+            raise RequestFailed(f"{path}: the stream broke off after {len(answer.arrivals)} tokens")
         if not answer.arrivals:
             raise RequestFailed(f"{path}: the answer holds no token")
         if not answer.n_gen:
@@ -157,6 +166,7 @@ class Target:
                 elif not line.startswith(b"{"):
                     continue
                 if line == b"[DONE]":
+                    yield at, _DONE
                     continue
                 document = json.loads(line)
                 if "error" in document:
@@ -222,6 +232,7 @@ def _read_native(answer: Answer, at: float, document: dict[str, Any]) -> None:
         answer.pieces.append(document.get("content", ""))
     answer.gaps += [_gap(p) for p in document.get("completion_probabilities") or []]
     if document.get("stop"):
+        answer.ended = True
         timings = document.get("timings", {})
         answer.server = {k: float(v) for k, v in timings.items()}
         answer.n_gen = int(document.get("tokens_predicted", len(answer.arrivals)))
@@ -242,6 +253,7 @@ def _read_openai(answer: Answer, at: float, document: dict[str, Any]) -> None:
     for choice in document.get("choices") or ():
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+        answer.ended = answer.ended or bool(choice.get("finish_reason"))
         if text or delta.get("tool_calls"):
             answer.arrivals.append(at)
             answer.pieces.append(text)
@@ -261,6 +273,7 @@ def _read_ollama(answer: Answer, at: float, document: dict[str, Any]) -> None:
         answer.arrivals.append(at)
         answer.pieces.append(document["response"])
     if document.get("done"):
+        answer.ended = True
         answer.n_gen = int(document.get("eval_count", 0))
         answer.prompt_n = int(document.get("prompt_eval_count", 0))
         answer.server = {k: document[k] / 1e6 for k in ("prompt_eval_duration", "eval_duration") if k in document}

@@ -66,10 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--a", required=True, metavar="URL", help="the server whose answers the client gets")
     parser.add_argument("--b", required=True, metavar="URL", help="the server that is compared")
-    parser.add_argument("--mode", choices=("mirror", "split"), default="mirror",
-                        help="mirror: A answers, B gets a copy; split: conversations are dealt out in turns")  # fmt: skip
-    parser.add_argument("--at-once", action="store_true",
-                        help="mirror while A answers, not after: for servers on two machines")  # fmt: skip
+    mode = "mirror: A answers, B gets a copy; split: conversations are dealt out in turns"
+    parser.add_argument("--mode", choices=("mirror", "split"), default="mirror", help=mode)
+    at_once = "mirror while A answers, not after: for servers on two machines"
+    parser.add_argument("--at-once", action="store_true", help=at_once)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8090, help="port to listen on (default: %(default)s)")
     parser.add_argument("--a-key", default="", metavar="KEY", help="API key for A instead of the client's")
