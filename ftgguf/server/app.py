@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ftgguf import __version__
-from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses
+from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses, streams, vertex
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
@@ -34,6 +34,7 @@ GET: tuple[tuple[str, Handler], ...] = (
     ("/slots", native.get_slots),
     ("/tools", native.disabled),
     ("/cors-proxy", native.disabled),
+    ("/v1/stream", streams.get_stream),
 )
 POST: tuple[tuple[str, Handler], ...] = (
     ("/props", native.post_props),
@@ -62,6 +63,7 @@ POST: tuple[tuple[str, Handler], ...] = (
     ("/reranking", native.post_rerank),
     ("/v1/rerank", native.post_rerank),
     ("/v1/reranking", native.post_rerank),
+    ("/v1/streams/lookup", streams.post_lookup),
     ("/lora-adapters", native.post_lora),
     ("/slots/{id_slot}", native.post_slots),
     ("/v1/systemone", native.post_systemone),
@@ -77,12 +79,20 @@ def build_app(state: ServerState) -> ASGIApp:
     app = FastAPI(title="ftgguf", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
     prefix = state.config.http.api_prefix
+
+    def add(method: str, path: str, handler: Handler) -> None:
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(prefix + path, handler, methods=methods, response_model=None, operation_id=_id(method, path))
+
     for path, handler in GET:
-        app.add_api_route(
-            prefix + path, handler, methods=["GET", "HEAD"], response_model=None, operation_id=_id("get", path)
-        )
+        add("GET", path, handler)
     for path, handler in POST:
-        app.add_api_route(prefix + path, handler, methods=["POST"], response_model=None, operation_id=_id("post", path))
+        add("POST", path, handler)
+    add("DELETE", "/v1/stream", streams.delete_stream)
+    if vertex.enabled():
+        if vertex.health_route():
+            add("GET", vertex.health_route(), native.get_health)
+        add("POST", vertex.predict_route(), vertex.predict_handler(dict(POST)))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Disconnected, _gone)
@@ -92,7 +102,7 @@ def build_app(state: ServerState) -> ASGIApp:
 
 
 def _id(method: str, path: str) -> str:
-    return method + path.translate(str.maketrans("/-{}", "____"))
+    return method.lower() + path.translate(str.maketrans("/-{}", "____"))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

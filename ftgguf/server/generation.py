@@ -140,7 +140,11 @@ async def respond(state: ServerState, request: Request, sequences: list[Sequence
     except BaseException:
         await stream.__aexit__(None, None, None)
         raise
-    return EventStream(_events(stream, first, by_id, shape, sequences[0].params.sse_ping_interval))
+    content = _events(stream, first, by_id, shape, sequences[0].params.sse_ping_interval)
+    conversation = request.headers.get("x-conversation-id", "")
+    if conversation:
+        content = state.sessions.open(conversation, content).follow(0)
+    return EventStream(content)
 
 
 async def _collect(stream: RequestStream, by_id: dict[int, Sequence]) -> None:

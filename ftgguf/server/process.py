@@ -23,7 +23,7 @@ from sse_starlette.sse import AppStatus
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
 from ftgguf.flags.config import ServerConfig, encode_config
 from ftgguf.gguf import GGUFError, GGUFFile, open_gguf
-from ftgguf.server import startup
+from ftgguf.server import startup, vertex
 from ftgguf.server.app import build_app
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError
@@ -49,6 +49,9 @@ def serve(config: ServerConfig) -> int:
     _set_up_logging(config)
     for warning in config.warnings:
         log.warning("%s", warning)
+    if vertex.enabled() and config.http.port != vertex.port():
+        log.warning("AIP_HTTP_PORT %d is used instead of port %d", vertex.port(), config.http.port)
+        config = replace(config, http=replace(config.http, port=vertex.port()))
     try:
         listeners = bind_all(config.http)
     except BindError as error:

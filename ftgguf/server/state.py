@@ -17,6 +17,7 @@ from ftgguf.flags.config import ServerConfig
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError, unavailable
 from ftgguf.server.params import RequestParams
+from ftgguf.server.replay import Sessions
 from ftgguf.server.schema import Context, Vocabulary
 from ftgguf.server.wire import parse_body, random_id
 
@@ -47,6 +48,7 @@ class ServerState:
         self.started_at = int(time.time())
         self.media_marker = f"<__media_{random_id()}__>"
         self.eog = tuple(sorted(vocab.eog_ids))
+        self.sessions = Sessions()
         self._pool = ThreadPoolExecutor(2, "front")
 
     @property
@@ -83,6 +85,7 @@ class ServerState:
         return await self.run(size, lambda: parse_body(body)), size
 
     def close(self) -> None:
+        self.sessions.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
