@@ -34,7 +34,8 @@ class LibllamaError(RuntimeError):
     """libllama could not load or run the file."""
 
 
-def _reason() -> str:
+def last_errors() -> str:
+    """What libllama said last when something failed, in one line."""
     return "; ".join(_errors[-3:]) or "no reason given"
 
 
@@ -100,7 +101,7 @@ class Libllama:
         model_params.use_extra_bufts = repack
         self.model = llama_cpp.llama_model_load_from_file(os.fsencode(path), model_params)
         if not self.model:
-            raise LibllamaError(f"libllama cannot load {path}: {_reason()}")
+            raise LibllamaError(f"libllama cannot load {path}: {last_errors()}")
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, min(n_batch, n_ctx), min(n_ubatch, n_ctx)
         params.n_threads, params.n_threads_batch = n_threads, n_threads_batch or n_threads
@@ -110,7 +111,7 @@ class Libllama:
         params.no_perf = True
         self.context = llama_cpp.llama_init_from_model(self.model, params)
         if not self.context:
-            reason = _reason()
+            reason = last_errors()
             self.close()
             raise LibllamaError(f"libllama cannot make a context for {path}: {reason}")
         self.n_batch = int(params.n_batch)
@@ -162,7 +163,7 @@ class Libllama:
             self._ids[: len(chunk)] = chunk
             code = llama_cpp.llama_decode(self.context, llama_cpp.llama_batch_get_one(self._ids, len(chunk)))
             if code != 0:
-                raise LibllamaError(f"llama_decode returned {code}: {_reason()}")
+                raise LibllamaError(f"llama_decode returned {code}: {last_errors()}")
             self.n_past += len(chunk)
         llama_cpp.llama_synchronize(self.context)
 
