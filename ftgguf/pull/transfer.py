@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 
 import httpx
 
-from ftgguf.pull.client import Client, Failed, host_of, socket_of, transport_failure
+from ftgguf.pull.client import Client, Failed, body_pieces, host_of, socket_of
 from ftgguf.pull.digest import Digest, GitOid
 from ftgguf.pull.errors import (
     BadAnswer,
@@ -49,6 +50,8 @@ SAVE_EVERY = 0.25
 REPORT_EVERY = 0.06
 """Seconds between two reports, as Ollama's."""
 _READ = 1 << 20
+_FLUSH = 128 << 20
+"""Bytes between two flushes."""
 _MIN_RATE = 256
 """Bytes a second, over the stall time, below which a connection counts as stalled."""
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
@@ -125,7 +128,7 @@ class Transfer:
             total = self.item.size if self.item.size is not None else self._probe()
             if total is None:
                 return self._sequential()
-            spans = Spans(total, self.client.options.segment, validator=self.validator)
+            spans = Spans(total, self.client.options.segment_of(total), validator=self.validator)
             self._create(total)
         if spans.total == 0:
             return Digest.of(b""), hashlib.sha1(b"blob 0\0").hexdigest(), 0
@@ -172,10 +175,14 @@ class Transfer:
         threads: list[threading.Thread] = []
         outer_cancelled = self.client.cancelled
         self.client.cancelled = lambda: self._stop.is_set() or outer_cancelled()
-        with self._disk_errors(), self.partial.open("r+b", buffering=0) as file:
+        with (
+            self._disk_errors(),
+            self.partial.open("r+b", buffering=0) as file,
+            ThreadPoolExecutor(1, "flush") as flusher,
+        ):
             try:
                 self._start(threads, spans, file.fileno(), 1)
-                result = self._hash_along(threads, spans, file.fileno())
+                result = self._hash_along(threads, spans, file.fileno(), flusher)
                 os.fsync(file.fileno())
                 remove(self.journal)
                 return result
@@ -202,8 +209,13 @@ class Transfer:
             for thread in threads:
                 thread.join(0.05)
 
-    def _hash_along(self, threads: list[threading.Thread], spans: Spans, handle: int) -> tuple[Digest, str, int]:
-        """Hash the file behind the workers, start more of them once ranges are seen to work, report."""
+    def _hash_along(
+        self, threads: list[threading.Thread], spans: Spans, handle: int, flusher: ThreadPoolExecutor
+    ) -> tuple[Digest, str, int]:
+        """Hash the file behind the workers, start more of them once ranges are seen to work, report.
+
+        What was hashed is flushed meanwhile, so that the disk is busy with the network and not after it.
+        """
         hasher = _Hasher(self.item, spans.total)
         buffer = memoryview(bytearray(_READ))
         hashed = 0
@@ -219,9 +231,11 @@ class Transfer:
                 if n == 0:
                     raise PullError(f"{self.item.label}: the partial file was cut by another program: try again")
                 hasher.update(buffer[:n])
+                if hashed // _FLUSH != (hashed + n) // _FLUSH:
+                    flusher.submit(_flush, handle)
                 hashed += n
             else:
-                self._stop.wait(0.005)
+                self._stop.wait(0.01)
             self._tick(spans, hashed)
         self.report(spans.total, spans.total)
         return hasher.result()
@@ -315,19 +329,16 @@ class Transfer:
         """The body's pieces; Failed when the connection breaks, brings nothing, or next to nothing."""
         stall = self.client.options.stall
         window, came = time.monotonic(), 0
-        try:
-            for chunk in response.iter_raw():
-                if self._stop.is_set():
-                    raise _Stopped
-                yield chunk
-                came += len(chunk)
-                now = time.monotonic()
-                if now - window > stall:
-                    if came < _MIN_RATE * stall:
-                        raise Failed(f"only {came} bytes came in {stall:.0f} s (stalled)")
-                    window, came = now, 0
-        except httpx.TransportError as error:
-            raise transport_failure(error, response.url.host) from None
+        for chunk in body_pieces(response, stall):
+            if self._stop.is_set():
+                raise _Stopped
+            yield chunk
+            came += len(chunk)
+            now = time.monotonic()
+            if now - window > stall:
+                if came < _MIN_RATE * stall:
+                    raise Failed(f"only {came} bytes came in {stall:.0f} s (stalled)")
+                window, came = now, 0
 
     @contextmanager
     def _interruptible(self, response: httpx.Response) -> Iterator[None]:
@@ -429,6 +440,12 @@ class _Hasher:
 
     def result(self) -> tuple[Digest, str, int]:
         return Digest(self._sha256.hexdigest()), self._git.hexdigest() if self._git else "", self._size
+
+
+def _flush(handle: int) -> None:
+    """Start on the file's dirty pages; a failure shows again, and is reported, at the fsync in the end."""
+    with suppress(OSError):
+        os.fdatasync(handle)
 
 
 def _write(handle: int, data: bytes, at: int) -> None:

@@ -33,7 +33,7 @@ def source(server: Running, monkeypatch: pytest.MonkeyPatch) -> FakeSource:
     return server.source
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty home folder; nothing of the machine's caches or settings is seen."""
     folder = tmp_path / "home"

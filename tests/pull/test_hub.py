@@ -22,6 +22,7 @@ from ftgguf.pull.resolve import locate
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.web import pull_url
 
+pytestmark = pytest.mark.usefixtures("home")
 Make = Callable[..., Session]
 
 

@@ -34,6 +34,7 @@ from ftgguf.pull.resolve import locate
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.store import Store
 
+pytestmark = pytest.mark.usefixtures("home")
 Make = Callable[..., Session]
 WEIGHTS = bytes(range(256)) * 2000
 LAYERS = [

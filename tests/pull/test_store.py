@@ -26,6 +26,7 @@ from ftgguf.pull.session import Event, Session
 from ftgguf.pull.sizes import ago, duration, human
 from ftgguf.pull.store import Store, stored_name
 
+pytestmark = pytest.mark.usefixtures("home")
 Make = Callable[..., Session]
 
 

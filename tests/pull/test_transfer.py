@@ -42,6 +42,7 @@ from ftgguf.pull.transfer import Item, Transfer
 DATA = random.Random(7).randbytes(1_000_003)
 DIGEST = Digest.of(DATA)
 
+pytestmark = pytest.mark.usefixtures("home")
 Get = Callable[..., tuple[Transfer, list[str]]]
 
 
