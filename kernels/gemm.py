@@ -7,6 +7,7 @@ padding of weights. Weights are rounded to bfloat16 (float16 for F16, float32 as
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +56,7 @@ def tile_config(m: int, n: int, k: int, type_: Type) -> TileConfig:
 
 @triton.jit
 def _gemm(
-    address, x, y, tab, bias, residual, scale, M, N,
+    address: tl.int64, x, y, tab, bias, residual, scale, M, N,
     T: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     KS: tl.constexpr, DT: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
@@ -231,8 +232,10 @@ def _launch(
     )  # fmt: skip
 
 
-def expert_config(rows_per_expert: int, pair: bool) -> TileConfig:
-    """Tile of the grouped product; `pair` where gate and up share a program (two accumulators)."""
+def expert_config(rows_per_expert: int, pair: bool, types: Iterable[Type] = ()) -> TileConfig:
+    """Tile of the grouped product of matrices of `types`; `pair`: gate and up share a program (two accumulators)."""
+    if Type.F32 in types:
+        return TileConfig(64, 16 if rows_per_expert <= 16 else 32, 32, 4, 2)
     if rows_per_expert <= 64:
         return TileConfig(64, max(16, triton.next_power_of_2(rows_per_expert)), 128, 4, 3)
     return TileConfig(64 if pair else 128, 128, 64, 8, 3)

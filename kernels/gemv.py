@@ -44,7 +44,8 @@ def _one(
 
 @triton.jit
 def _gemv(
-    address0, address1, address2, N0, N1, N2, M, xq, xd, xs, tab0, tab1, tab2, y0, y1, y2, bias0, bias1, bias2,
+    address0: tl.int64, address1: tl.int64, address2: tl.int64,
+    N0, N1, N2, M, xq, xd, xs, tab0, tab1, tab2, y0, y1, y2, bias0, bias1, bias2,
     residual, scale0, scale1, scale2,
     T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, G: tl.constexpr, MB: tl.constexpr,

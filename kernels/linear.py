@@ -70,10 +70,9 @@ class ExpertBatch:
         self._per_expert = per_expert
         self._groups: Groups | None = None
 
-    def groups(self) -> Groups:
-        """The pairs sorted into tiles (computed once; both products share it)."""
-        if self._groups is None:
-            bm = expert_config(self._per_expert, True).bm
+    def groups(self, bm: int) -> Groups:
+        """The pairs sorted into tiles of `bm` rows (computed once where both products use the same size)."""
+        if self._groups is None or self._groups.bm != bm:
             self._groups = group_pairs(self.ids, self.slot_addr.numel(), bm)
         return self._groups
 
@@ -83,16 +82,16 @@ class ExpertBatch:
         x = _shared(x)
         if self.few:
             return expert_gemv.gate_up(x, self.ids, self.experts, self.slot_addr, w)
-        config = expert_config(self._per_expert, w.gate is not None)
-        return tiles.gate_up(x, self.groups(), self.experts, self.slot_addr, w, self.top_k, config)
+        config = expert_config(self._per_expert, w.gate is not None, [(w.gate or w.up).type, w.up.type])
+        return tiles.gate_up(x, self.groups(config.bm), self.experts, self.slot_addr, w, self.top_k, config)
 
     def down(self, h: torch.Tensor | Activations, w: ExpertWeights) -> torch.Tensor:
         """float32 [M * k, D] from `gate_up`'s rows; pairs whose slot is negative stay unwritten."""
         h = _shared(h)
         if self.few:
             return expert_gemv.down(h, self.ids, self.experts, self.slot_addr, w.down)
-        config = expert_config(self._per_expert, False)
-        return tiles.down(h, self.groups(), self.experts, self.slot_addr, w.down, config)
+        config = expert_config(self._per_expert, False, [w.down.type])
+        return tiles.down(h, self.groups(config.bm), self.experts, self.slot_addr, w.down, config)
 
 
 def expert_gate_up(x: torch.Tensor | Activations, batch: ExpertBatch, w: ExpertWeights) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .matrix import QuantMatrix
 
 
 @triton.jit
-def _get_rows(address, ids, tab, out, N, scale, T: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+def _get_rows(address: tl.int64, ids, tab, out, N, scale, T: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
     base = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
     m = tl.program_id(0)
     n = tl.load(ids + m)

@@ -9,211 +9,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
-from ftgguf.kernels import expert_gemv
+from ftgguf.bench.kernel_timing import (
+    BIG,
+    EXPERT,
+    EXPERTS,
+    SMALL,
+    TOP_K,
+    TUNED,
+    ExpertBench,
+    Timer,
+    copy_bandwidth,
+    dequantise_us,
+    gemm_us,
+    gemv_us,
+    matmul_rate,
+    step_rows,
+)
 from ftgguf.kernels import gemm as tiles
-from ftgguf.kernels.activations import Activations, quantize
-from ftgguf.kernels.attention import AttentionSpec, attention_decode, attention_prefill, prefill_tiles
-from ftgguf.kernels.formats import FORMATS, Activation, Type
-from ftgguf.kernels.gemv import gemv, tile_config
-from ftgguf.kernels.kvcache import PAGE, make_cache
-from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights, QuantMatrix
-from ftgguf.kernels.norm import combine, norm
-from ftgguf.kernels.rope import Rope, qk_norm_rope_write
-from ftgguf.kernels.router import route
-from ftgguf.kernels.sample import prefilter
+from ftgguf.kernels.formats import FORMATS, Type
+from ftgguf.kernels.gemv import tile_config
 
-TUNED = (Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.Q8_0, Type.Q4_0, Type.MXFP4, Type.IQ4_XS)
-BIG = (65536, 2048)
-SMALL = (4096, 2048)
-EXPERT = (768, 2048)
-EXPERTS = 128
-TOP_K = 8
-SPAN = 256 << 20
-"""Bytes that one graph reads at least: several times the second-level cache of any GPU so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timer:
-    """Medians of graph replays. `dry` only calls once (to compile)."""
-
-    replays: int = 15
-    dry: bool = False
-
-    def us(self, calls: list[Callable[[], object]]) -> float:
-        """Microseconds per call when `calls` run back to back in one graph."""
-        if self.dry:
-            calls[0]()
-            return 1.0
-        for c in calls[:2]:
-            c()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for c in calls:
-                c()
-        graph.replay()
-        torch.cuda.synchronize()
-        times = []
-        for _ in range(self.replays):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        return statistics.median(times) / len(calls) * 1e3
-
-
-def random_weights(type_: Type, n: int, k: int, device: str, dry: bool) -> torch.Tensor:
-    """Random bytes in which every f16 is small enough to stay finite (the top exponent bits cleared)."""
-    size = n * FORMATS[type_].row_bytes(k)
-    if dry:
-        return torch.empty(size, dtype=torch.uint8)
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device) & 0xBB
-
-
-def copies(size: int) -> int:
-    return max(1, min(64, SPAN // size))
-
-
-def copy_bandwidth(timer: Timer) -> float:
-    """GB/s read plus written of a large device copy."""
-    if timer.dry:
-        return 1.0
-    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_() for _ in range(2))
-    return 2 * a.numel() / timer.us([lambda: b.copy_(a)]) / 1e3
-
-
-def matmul_rate(timer: Timer) -> float:
-    """TFLOP/s of a large bfloat16 product through torch."""
-    if timer.dry:
-        return 1.0
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * 8192**3 / timer.us([lambda: a @ b]) / 1e6
-
-
-def gemv_us(
-    type_: Type, shape: tuple[int, int], m: int, timer: Timer, configs: list[tuple[int, int, int] | None]
-) -> dict[str, float]:
-    """Microseconds of `gemv` with each config, activations already quantised."""
-    n, k = shape
-    device = "cpu" if timer.dry else "cuda"
-    size = n * FORMATS[type_].row_bytes(k)
-    ws = [QuantMatrix(type_, n, k, random_weights(type_, n, k, device, timer.dry)) for _ in range(copies(size))]
-    x = Activations(torch.randn(m, k, device=device))
-    out = [torch.empty(m, n, device=device)]
-    result = {}
-    for c in configs:
-        calls = [lambda w=w, c=c: gemv(x, [w], out=out, config=c) for w in ws]  # type: ignore[misc]
-        result[str(c)] = timer.us(list(calls))
-    return result
-
-
-@dataclass(slots=True)
-class ExpertBench:
-    """128 experts of one layer in slabs; each call takes another eight."""
-
-    weights: ExpertWeights
-    arena: torch.Tensor
-    slots: torch.Tensor
-    ids: list[torch.Tensor]
-
-    @staticmethod
-    def make(gate: Type, down: Type, timer: Timer) -> ExpertBench:
-        f, d = EXPERT
-        device = "cpu" if timer.dry else "cuda"
-        g, dn = ExpertMatrix(gate, f, d, 0), ExpertMatrix(down, d, f, 0)
-        g_size, stride = g.size, 2 * g.size + dn.size
-        w = ExpertWeights(g, ExpertMatrix(gate, f, d, g_size), ExpertMatrix(down, d, f, 2 * g_size))
-        arena = torch.empty(16 if timer.dry else stride * EXPERTS, dtype=torch.uint8, device=device)
-        if not timer.dry:
-            arena.copy_(torch.randint(0, 256, arena.shape, dtype=torch.uint8, device=device) & 0xBB)
-        slots = torch.arange(EXPERTS, device=device) * stride + arena.data_ptr()
-        order = torch.randperm(EXPERTS).to(torch.int32).to(device)
-        return ExpertBench(w, arena, slots, [order[i : i + TOP_K][None] for i in range(0, EXPERTS, TOP_K)])
-
-    def few_us(self, timer: Timer, config: tuple[int, int] | None) -> tuple[float, float]:
-        """Microseconds of gate+up+activation and of down for one row."""
-        f, d = EXPERT
-        x = Activations(torch.randn(1, d, device=self.slots.device))
-        h = Activations(torch.randn(TOP_K, f, device=self.slots.device))
-        a = torch.empty(TOP_K, f, device=self.slots.device)
-        b = torch.empty(TOP_K, d, device=self.slots.device)
-        up = [lambda i=i: expert_gemv.gate_up(x, i, i, self.slots, self.weights, a, config) for i in self.ids]  # type: ignore[misc]
-        dn = [lambda i=i: expert_gemv.down(h, i, i, self.slots, self.weights.down, b, config) for i in self.ids]  # type: ignore[misc]
-        return timer.us(list(up)), timer.us(list(dn))
-
-    def tile_us(self, m: int, timer: Timer, up: tiles.TileConfig, dn: tiles.TileConfig) -> tuple[float, float]:
-        """Microseconds of the grouped products for m rows, routed uniformly."""
-        f, d = EXPERT
-        device = self.slots.device
-        ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(m)]).int().to(device)
-        x = Activations(torch.randn(m, d, device=device))
-        h = Activations(torch.randn(m * TOP_K, f, device=device))
-        x.tile(torch.bfloat16)
-        h.tile(torch.bfloat16)
-        g, g2 = (tiles.group_pairs(ids, EXPERTS, c.bm) for c in (up, dn))
-        return (
-            timer.us([lambda: tiles.gate_up(x, g, ids, self.slots, self.weights, TOP_K, up)]),
-            timer.us([lambda: tiles.down(h, g2, ids, self.slots, self.weights.down, dn)]),
-        )
-
-
-def gemm_us(type_: Type, m: int, n: int, k: int, timer: Timer, config: tiles.TileConfig | None) -> float:
-    device = "cpu" if timer.dry else "cuda"
-    w = QuantMatrix(type_, n, k, random_weights(type_, n, k, device, timer.dry))
-    x = Activations(torch.randn(m, k, device=device))
-    x.tile(tiles.tile_dtype(type_))
-    out = torch.empty(m, n, device=device)
-    return timer.us([lambda: tiles.gemm(x, w, out=out, config=config)])
-
-
-def step_rows(timer: Timer) -> dict[str, float]:
-    """Microseconds of the rest of a decode step at the shapes of Qwen3-30B-A3B, one row."""
-    d = "cpu" if timer.dry else "cuda"
-    x, add, w = torch.randn(1, 2048, device=d), torch.randn(1, 2048, device=d), torch.randn(2048, device=d)
-    q, kv = torch.randn(1, 4096, device=d), torch.randn(1, 512, device=d)
-    qw = torch.randn(128, device=d)
-    rope = Rope(torch.rand(64, device=d), True)
-    pages = 1200
-    cache = make_cache(pages, 4, (128, 128), "f16", d)
-    table = torch.randperm(pages, device=d).int()[None]
-    pos = {n: torch.tensor([n - 1], dtype=torch.int32, device=d) for n in (512, 4096, 32768)}
-    zero = torch.zeros(1, dtype=torch.int32, device=d)
-    logits, ids = torch.randn(1, 128, device=d), torch.arange(TOP_K, dtype=torch.int32, device=d)[None]
-    parts, gate = torch.randn(TOP_K, 2048, device=d), torch.rand(1, TOP_K, device=d)
-    h, vocab = torch.randn(TOP_K, 768, device=d), torch.randn(1, 151936, device=d)
-    heads, size = (32, 4), (128, 128)
-    q3 = torch.randn(1, 32, 128, device=d).half()
-    calls: dict[str, Callable[[], object]] = {
-        "norm + add + q8_K": lambda: norm(x, w, 1e-6, add=add, kinds=(Activation.Q8_K,)),
-        "quantise 8 x 768 to q8_K": lambda: quantize(h, Activation.Q8_K),
-        "qk norm + rope + kv write": lambda: qk_norm_rope_write(
-            q, kv, kv, rope, zero, cache=cache, cell=zero, heads=heads, head_size=size, q_weight=qw, k_weight=qw),
-        "router 8 of 128": lambda: route(logits, TOP_K, normalise=True),
-        "combine 8 x 2048": lambda: combine(parts, ids, gate, x),
-        "prefilter top 64 of 151936": lambda: prefilter(vocab, 64),
-    }  # fmt: skip
-    for n, p in pos.items():
-        calls[f"attention decode, {n} positions"] = lambda p=p: attention_decode(  # type: ignore[misc]
-            q3, cache, table, zero, p, AttentionSpec(0.088)
-        )
-    rows = 2048
-    qp = torch.randn(rows, 32, 128, device=d).half()
-    t = torch.tensor(prefill_tiles([(0, rows, 0)]), dtype=torch.int32, device=d)
-    at = torch.arange(8192 - rows, 8192, dtype=torch.int32, device=d)
-    calls["attention prefill, rows 6144..8191"] = lambda: attention_prefill(
-        qp, cache, table, t, at, AttentionSpec(0.088), dtype=torch.bfloat16
-    )
-    assert pages * PAGE >= 32768
-    return {name: timer.us([call] * (1 if "prefill," in name else 10)) for name, call in calls.items()}
+SWEPT = (Type.Q4_K, Type.Q6_K, Type.Q8_0)
+"""Types whose tile configurations `--sweep` tries."""
 
 
 def gemv_configs(type_: Type, shape: tuple[int, int], sweep: bool) -> list[tuple[int, int, int] | None]:
@@ -229,12 +50,29 @@ def expert_configs(sweep: bool) -> list[tuple[int, int] | None]:
     return [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2), (8, 4), (8, 8), (16, 4)] if sweep else [None]
 
 
-def tile_configs(sweep: bool, base: tiles.TileConfig) -> list[tiles.TileConfig]:
+def tile_configs(sweep: bool, base: tiles.TileConfig, m: int) -> list[tiles.TileConfig]:
     if not sweep:
         return [base]
     c = tiles.TileConfig
-    return [base, c(128, 128, 64, 4, 3), c(64, 128, 64, 4, 3), c(64, 128, 128, 4, 3), c(128, 128, 64, 8, 4),
-            c(128, 128, 128, 8, 2), c(64, 256, 64, 8, 3), c(128, 256, 64, 8, 3), c(128, 64, 64, 4, 3)]  # fmt: skip
+    if m <= 64:
+        bm = base.bm
+        return [base, *[c(bn, bm, bk, w, st, sp) for bn, bk, w, st in (
+            (64, 128, 4, 4), (64, 64, 4, 4), (32, 128, 4, 3), (64, 256, 4, 2), (128, 128, 8, 3), (128, 128, 4, 3),
+        ) for sp in (4, 8)]]  # fmt: skip
+    return [base, c(128, 128, 64, 4, 3), c(64, 128, 64, 4, 3), c(64, 128, 128, 4, 2), c(128, 128, 64, 8, 4),
+            c(128, 128, 128, 8, 2), c(64, 256, 64, 8, 3), c(128, 256, 64, 8, 3), c(128, 64, 64, 4, 3),
+            c(256, 128, 64, 8, 3), c(128, 128, 32, 8, 4)]  # fmt: skip
+
+
+def expert_tile_configs(sweep: bool, base: tiles.TileConfig, pair: bool) -> list[tiles.TileConfig]:
+    if not sweep:
+        return [base]
+    c = tiles.TileConfig
+    if base.bm <= 64:
+        return [base, c(64, 32, 64, 4, 3), c(64, 64, 64, 4, 3), c(128, 32, 128, 8, 3), c(128, 64, 64, 8, 3),
+                c(64, 16, 128, 4, 3)]  # fmt: skip
+    return [base, c(64, 64, 64, 4, 3), c(64, 128, 64, 4, 3), c(128, 64, 64, 8, 3), c(128, 128, 64, 8, 3),
+            c(64, 128, 128, 4, 2), c(64, 256, 64, 8, 2)]  # fmt: skip
 
 
 def best(times: dict[str, float]) -> tuple[str, float]:
@@ -261,12 +99,10 @@ def gemv_section(types: list[Type], timer: Timer, sweep: bool) -> dict[str, dict
     return rows
 
 
-def expert_section(timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
+def expert_section(types: list[Type], timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
     rows: dict[str, dict[str, object]] = {}
     f, d = EXPERT
-    for t in TUNED:
-        if t == Type.IQ4_XS and not FORMATS[t].integer:
-            continue
+    for t in types:
         b = ExpertBench.make(t, t, timer)
         times = {str(c): b.few_us(timer, c) for c in expert_configs(sweep)}
         size = TOP_K * f * FORMATS[t].row_bytes(d)
@@ -280,28 +116,43 @@ def expert_section(timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
     return rows
 
 
-def tile_section(timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
+def tile_section(types: list[Type], timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
     rows: dict[str, dict[str, object]] = {}
     n, k = 4096, 4096
-    f, d = EXPERT
-    for t in TUNED:
+    for t in types:
         row: dict[str, object] = {}
+        sweep = sweep and t in SWEPT
         for m in (16, 64, 512, 2048):
             base = tiles.tile_config(m, n, k, t)
-            tries = tile_configs(sweep and t in TUNED[:4], base) if m >= 512 else [base]
+            tries = tile_configs(sweep, base, m)
             config, us = best({str(c): gemm_us(t, m, n, k, timer, c) for c in tries})
             row[f"M={m} us"] = round(us, 1)
             row[f"M={m} TFLOP/s"] = round(2 * m * n * k / us / 1e6, 1)
             if sweep:
                 row[f"M={m} config"] = config
-        if t in (Type.Q4_K, Type.Q8_0, Type.MXFP4):
-            b = ExpertBench.make(t, t, timer)
-            for m in (64, 512, 2048):
-                per = max(1, m * TOP_K // EXPERTS)
-                up, dn = b.tile_us(m, timer, tiles.expert_config(per, True), tiles.expert_config(per, False))
-                flop = 2 * m * TOP_K * f * d
-                row[f"experts M={m} us"] = (round(up, 1), round(dn, 1))
-                row[f"experts M={m} TFLOP/s"] = (round(2 * flop / up / 1e6, 1), round(flop / dn / 1e6, 1))
+        row["dequantise us"] = round(dequantise_us(t, n, k, timer), 1)
+        rows[t.name] = row
+    return rows
+
+
+def expert_tile_section(types: list[Type], timer: Timer, sweep: bool) -> dict[str, dict[str, object]]:
+    rows: dict[str, dict[str, object]] = {}
+    f, d = EXPERT
+    for t in types:
+        row: dict[str, object] = {}
+        sweep = sweep and t in SWEPT
+        b = ExpertBench.make(t, t, timer)
+        for m in (64, 512, 2048, 8192) if t in (Type.Q4_K, Type.Q8_0) else (512, 2048):
+            per = max(1, m * TOP_K // EXPERTS)
+            flop = 2 * m * TOP_K * f * d
+            for name, pair, work in (("gate+up", True, 2 * flop), ("down", False, flop)):
+                base = tiles.expert_config(per, pair)
+                tries = expert_tile_configs(sweep, base, pair)
+                config, us = best({str(c): b.tile_us(m, timer, c, pair) for c in tries})
+                row[f"{name} M={m} us"] = round(us, 1)
+                row[f"{name} M={m} TFLOP/s"] = round(work / us / 1e6, 1)
+                if sweep:
+                    row[f"{name} M={m} config"] = config
         rows[t.name] = row
     return rows
 
@@ -313,8 +164,10 @@ def run(types: list[Type], timer: Timer, sweep: bool) -> dict[str, object]:
         result["copy GB/s"] = round(copy_bandwidth(timer))
         result["bf16 TFLOP/s"] = round(matmul_rate(timer))
     result["gemv"] = gemv_section(types, timer, sweep)
-    result["experts"] = expert_section(timer, sweep)
-    result["tiles"] = tile_section(timer, sweep)
+    tuned = [t for t in types if t in TUNED]
+    result["experts"] = expert_section(tuned, timer, sweep)
+    result["tiles"] = tile_section(tuned, timer, sweep)
+    result["expert tiles"] = expert_tile_section(tuned, timer, sweep)
     result["step us"] = {name: round(us, 2) for name, us in step_rows(timer).items()}
     return result
 
@@ -329,9 +182,11 @@ def _compile(job: tuple[int, str, list[Type], bool]) -> None:
     if section == "gemv":
         gemv_section(types, timer, sweep)
     elif section == "experts":
-        expert_section(timer, sweep)
+        expert_section(types, timer, sweep)
     elif section == "tiles":
-        tile_section(timer, sweep)
+        tile_section(types, timer, sweep)
+    elif section == "expert tiles":
+        expert_tile_section(types, timer, sweep)
     else:
         step_rows(timer)
 
@@ -348,8 +203,9 @@ def main() -> None:
         raise SystemExit("no CUDA device: the kernel benchmark needs one (torch.cuda.is_available() is false)")
     if args.workers:
         major, minor = torch.cuda.get_device_capability()
-        jobs = [(major * 10 + minor, "gemv", [t], args.sweep) for t in types]
-        jobs += [(major * 10 + minor, s, [], args.sweep) for s in ("tiles", "experts", "step")]
+        capability = major * 10 + minor
+        jobs = [(capability, s, [t], args.sweep) for s in ("tiles", "expert tiles", "gemv", "experts") for t in types
+                if s == "gemv" or t in TUNED] + [(capability, "step", [], args.sweep)]  # fmt: skip
         import multiprocessing
 
         with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:

@@ -7,8 +7,8 @@ mkdir -p "$out"
 shards=${SHARDS:-12}
 i=0
 while [ $i -lt "$shards" ]; do
-    OMP_NUM_THREADS=1 FTGGUF_SHARD=$i/$shards timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider \
-        tests/gpu/test_kernels.py tests/kernels --ignore=tests/kernels/test_residency.py --tb=short >"$out/tests.$i.log" 2>&1 &
+    OMP_NUM_THREADS=1 FTGGUF_SHARD=$i/$shards timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --confcutdir=tests/gpu \
+        tests/gpu/test_kernels.py tests/kernels --ignore=tests/kernels/test_residency.py --tb=short ${TEST_ARGS:-} >"$out/tests.$i.log" 2>&1 &
     i=$((i + 1))
 done
 wait

@@ -90,7 +90,7 @@ def test_beyond_two_gigabytes() -> None:
     for m in (1, 16):
         y = linear(torch.ones(m, k, device=DEVICE), w)
         assert y[:, :-1].abs().max().item() == 0
-        assert torch.allclose(y[:, -1], torch.full((m,), float(k), device=DEVICE))
+        assert torch.allclose(y[:, -1], torch.full((m,), float(k), device=DEVICE), rtol=1e-3)
 
 
 def test_capture() -> None:

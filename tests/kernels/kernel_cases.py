@@ -45,7 +45,7 @@ def random_bytes(type_: Type, n: int, k: int, rng: np.random.Generator) -> U8:
     if type_ == Type.MXFP4:
         raw[:, 0] = rng.integers(116, 128, len(raw))
     if type_ == Type.NVFP4:
-        raw[:, :4] = rng.integers(0, 0x60, (len(raw), 4))
+        raw[:, :4] = rng.integers(0, 0x38, (len(raw), 4))
     if type_ == Type.IQ1_M:  # its f16 scale is spread over the high nibbles of four words
         raw[:, 55] = (raw[:, 55] & 0x0F) | 0x20
     return raw.reshape(n, -1)
