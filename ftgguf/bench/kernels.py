@@ -121,14 +121,14 @@ def tile_section(types: list[Type], timer: Timer, sweep: bool) -> dict[str, dict
     n, k = 4096, 4096
     for t in types:
         row: dict[str, object] = {}
-        sweep = sweep and t in SWEPT
+        tune = sweep and t in SWEPT
         for m in (16, 64, 512, 2048):
             base = tiles.tile_config(m, n, k, t)
-            tries = tile_configs(sweep, base, m)
+            tries = tile_configs(tune, base, m)
             config, us = best({str(c): gemm_us(t, m, n, k, timer, c) for c in tries})
             row[f"M={m} us"] = round(us, 1)
             row[f"M={m} TFLOP/s"] = round(2 * m * n * k / us / 1e6, 1)
-            if sweep:
+            if tune:
                 row[f"M={m} config"] = config
         row["dequantise us"] = round(dequantise_us(t, n, k, timer), 1)
         rows[t.name] = row
@@ -140,18 +140,18 @@ def expert_tile_section(types: list[Type], timer: Timer, sweep: bool) -> dict[st
     f, d = EXPERT
     for t in types:
         row: dict[str, object] = {}
-        sweep = sweep and t in SWEPT
+        tune = sweep and t in SWEPT
         b = ExpertBench.make(t, t, timer)
         for m in (64, 512, 2048, 8192) if t in (Type.Q4_K, Type.Q8_0) else (512, 2048):
             per = max(1, m * TOP_K // EXPERTS)
             flop = 2 * m * TOP_K * f * d
             for name, pair, work in (("gate+up", True, 2 * flop), ("down", False, flop)):
                 base = tiles.expert_config(per, pair)
-                tries = expert_tile_configs(sweep, base, pair)
+                tries = expert_tile_configs(tune, base, pair)
                 config, us = best({str(c): b.tile_us(m, timer, c, pair) for c in tries})
                 row[f"{name} M={m} us"] = round(us, 1)
                 row[f"{name} M={m} TFLOP/s"] = round(work / us / 1e6, 1)
-                if sweep:
+                if tune:
                     row[f"{name} M={m} config"] = config
         rows[t.name] = row
     return rows
