@@ -62,11 +62,13 @@ def peer_flags(flags: list[str]) -> list[str]:
     return kept
 
 
-def make_contenders(options: Options, flags: list[str], peer: Peer | None) -> list[Contender]:
+def make_contenders(
+    options: Options, flags: list[str], peer: Peer | None, placement: list[str] | None = None
+) -> list[Contender]:
     """Ours, and the peer in each variant that may be its best here.
 
-    On a machine without a GPU llama.cpp's two weight layouts are both tried: neither wins everywhere. `flags` are
-    llama-server's; our own among them go to our side alone.
+    With `placement` (the sweep's choice on a machine with a GPU) there is one. Without, llama.cpp's two weight layouts
+    are both tried: neither wins everywhere. `flags` are llama-server's; our own among them go to our side alone.
     """
     ours = Contestant("ftgguf", ours=True, isa=own_isa())
     sides = [Contender(ours, _local(ours, ours_command(flags), options))]
@@ -74,16 +76,21 @@ def make_contenders(options: Options, flags: list[str], peer: Peer | None) -> li
         return sides
     if peer.kind in ("llama-server", "xllamacpp"):
         shared = [*peer_flags(flags), *shlex.split(options.peer_args)]
-        for name, more in (("", []), (" plain", ["--no-repack"])):
-            given = [*shared, *more]
-            command = [peer.where, *given] if peer.kind == "llama-server" else xllamacpp_command(given)
-            side = Contestant(peer.kind + name, ours=False, layout="plain" if more else "its default")
+        variants = [("", placement)] if placement else [("", []), (" plain", ["--no-repack"])]
+        for name, more in variants:
+            command = peer_command(peer, [*shared, *more])
+            side = Contestant(peer.kind + name, ours=False, layout="plain" if name else "its default")
             sides.append(Contender(side, _local(side, command, options)))
         return sides
     side = Contestant("ollama" if peer.kind == "ollama" else peer.where, ours=False)
     side.notes.append("not started by this comparison: what it was started with, its memory and kernels are unknown")
     sides.append(Contender(side, _remote(side, peer, options)))
     return sides
+
+
+def peer_command(peer: Peer, flags: list[str]) -> list[str]:
+    """The peer's server with `flags`."""
+    return [peer.where, *flags] if peer.kind == "llama-server" else xllamacpp_command(flags)
 
 
 def _local(side: Contestant, command: list[str], options: Options) -> Callable[[], AbstractContextManager[Running]]:

@@ -11,6 +11,7 @@ from ftgguf.bench.in_process import GREEDY_TOKENS, say
 from ftgguf.bench.options import Options
 from ftgguf.bench.outputs import Greedy, compare, compare_texts, compare_tokens
 from ftgguf.bench.peers import Peer
+from ftgguf.bench.placement import best_placement, check_budget
 from ftgguf.bench.prompts import TEXTS
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, missing_isa
 from ftgguf.bench.servers import ServerError
@@ -26,6 +27,7 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     """Measure every workload in `options.repetitions` rounds. What fails becomes rows and troubles of `report`."""
     with open_gguf(path) as gguf:
         limit, n_vocab = gguf.arch("context_length"), len(gguf.metadata["tokenizer.ggml.tokens"])
+        n_layers = gguf.arch("block_count")
     tests = options.tests
     prompts = list(dict.fromkeys(t.n_prompt for t in tests if t.n_prompt and not t.n_gen))
     gens = list(dict.fromkeys(t.n_gen for t in tests if t.n_gen and not t.n_prompt))
@@ -47,7 +49,9 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
         "clock": "the client's",
     }
     text_only = peer.kind == "ollama" or (peer.kind == "url" and not _takes_ids(peer, options))
-    HttpDuel(report, options, make_contenders(options, flags, peer), Source(n_vocab), text_only).run(plan)
+    placement = best_placement(report, options, flags, peer, n_layers) if peer.kind == "llama-server" else None
+    HttpDuel(report, options, make_contenders(options, flags, peer, placement), Source(n_vocab), text_only).run(plan)
+    check_budget(report, config.placement.vram_budget)
 
 
 def _takes_ids(peer: Peer, options: Options) -> bool:
