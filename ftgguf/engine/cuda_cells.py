@@ -91,7 +91,7 @@ class CudaCells:
             parts.append(picked.view(torch.uint8))
         if not parts or not len(cells):
             return b""
-        return torch.cat(parts, 1).cpu().numpy().tobytes()
+        return bytes(torch.cat(parts, 1).cpu().numpy())
 
     def write(self, cells: I32, data: bytes) -> None:
         """The inverse of `read`. Raises ValueError for data of another length."""

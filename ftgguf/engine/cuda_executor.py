@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,8 +150,6 @@ class CudaExecutor:
             raise
 
     def _on_device(self) -> Any:
-        import contextlib
-
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _small(self, batch: Batch, hidden: F32 | None) -> F32:
@@ -196,7 +195,10 @@ class CudaExecutor:
     def _many_outputs(self, batch: Batch, rows: Rows, h: Any) -> F32:
         """Logits of many rows (perplexity): the blocks once, the head on HEAD_ROWS rows at a time."""
         ops = self._ops(rows)
-        hidden = segment(_NoHead(ops), self.model, self.first, self.last, h)
+        ops.keep_hidden = True
+        hidden = segment(ops, self.model, self.first, self.last, h)
+        ops.keep_hidden = False
+        assert hidden is not None
         n = rows.n_outputs
         result = np.empty((n, self.n_vocab), np.float32)
         for at in range(0, n, HEAD_ROWS):
@@ -238,19 +240,6 @@ class CudaExecutor:
                 raise NotSupported("the context of a model without RoPE cannot be shifted")
             ops = CudaOps(Rows(by, by, by, by, by, None, None, 0), none, self.ropes, self.store, 0)
             self.cells.set_keys(i, at, ops.rope(self.cells.keys(i, at), a.rope))
-
-
-class _NoHead:
-    """`ops` whose head passes the hidden state on."""
-
-    def __init__(self, ops: CudaOps) -> None:
-        self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
-
-    def head(self, h: Any, p: Any) -> Any:
-        return h
 
 
 def _dummy(rows: int, outputs: I32) -> Batch:

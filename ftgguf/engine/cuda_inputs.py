@@ -39,7 +39,7 @@ class Inputs:
 
     @property
     def nbytes(self) -> int:
-        return self.on_device.numel() * 4
+        return int(self.on_device.numel()) * 4
 
     def _field(self, name: str) -> torch.Tensor:
         start, size = self.at[name]

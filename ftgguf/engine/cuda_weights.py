@@ -138,8 +138,8 @@ def kernel_type(gguf: GGUFFile, info: TensorInfo) -> Type:
         FORMATS[kind].row_bytes(info.shape[0])
     except ValueError as error:
         raise ModelError(
-            f"{gguf.path}: tensor '{info.name}' of type {info.type.name} with rows of {info.shape[0]} has no GPU kernel "
-            f"({error}): run this file with -ngl 0"
+            f"{gguf.path}: tensor '{info.name}' of type {info.type.name} with rows of {info.shape[0]} has no GPU "
+            f"kernel ({error}): run this file with -ngl 0"
         ) from error
     return kind
 

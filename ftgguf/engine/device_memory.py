@@ -56,7 +56,9 @@ class DeviceMemory:
 
     def _refusal(self, purpose: str, nbytes: int) -> str:
         held = ", ".join(f"{name} {size / MIB:.0f}" for name, size in self.held.items()) or "nothing yet"
-        left = "the device is full" if self.left is None else f"{max(self.left, 0) / MIB:.0f} MiB of the budget are left"
+        left = (
+            "the device is full" if self.left is None else f"{max(self.left, 0) / MIB:.0f} MiB of the budget are left"
+        )
         return (
             f"no room on the GPU for {purpose}: {nbytes / MIB:.0f} MiB needed, {left} (held in MiB: {held}; CUDA "
             f"itself {self.overhead / MIB:.0f}). Lower -ngl, -c or -ub, use -ctk/-ctv q8_0, or raise --vram-budget"

@@ -34,11 +34,20 @@ class GgmlSource(Source):
     """Hands out GgmlWeights. After the model is built, `pack()` makes the repacked copies.
 
     `fraction`: of the experts, the share that one row visits (top_k / experts); a batch of r rows gives each expert
-    about r * fraction rows, which decides when the file's layout is the faster one.
+    about r * fraction rows, which decides when the file's layout is the faster one. `packs`: the blocks that may be
+    repacked, None for all of the file (a segment's executor reads no others).
     """
 
-    def __init__(self, gguf: GGUFFile, backend: native.Backend, layout: Layout, fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        backend: native.Backend,
+        layout: Layout,
+        fraction: float = 1.0,
+        packs: range | None = None,
+    ) -> None:
         super().__init__(gguf)
+        self.packs = packs
         self.backend = backend
         self.layout = layout
         self.fraction = fraction
@@ -52,7 +61,7 @@ class GgmlSource(Source):
     def handle(self, info: TensorInfo, use: Use, layer: int) -> Weight:
         key = (info.name, use)
         if key not in self._made:
-            self._made[key] = self._vector(info) if use is Use.VECTOR else self._matrix(info, use)
+            self._made[key] = self._vector(info) if use is Use.VECTOR else self._matrix(info, use, layer)
         return self._made[key]
 
     def _vector(self, info: TensorInfo) -> GgmlWeight:
@@ -66,13 +75,14 @@ class GgmlSource(Source):
     def _plain(self, info: TensorInfo) -> object:
         return self.weights.mapped(info.name, int(info.type), list(info.shape), info.shard, info.offset)
 
-    def _matrix(self, info: TensorInfo, use: Use) -> GgmlWeight:
+    def _matrix(self, info: TensorInfo, use: Use, layer: int) -> GgmlWeight:
         if not native.has_kernel(int(info.type)):
             raise ModelError(
                 f"{self.gguf.path}: tensor '{info.name}' has type {info.type.name}, for which ggml has no CPU kernel"
             )
         weight = GgmlWeight(self._plain(info))
-        if use is Use.EMBEDDING or self.layout is Layout.PLAIN:
+        packs = self.packs is None or layer in self.packs
+        if use is Use.EMBEDDING or self.layout is Layout.PLAIN or not packs:
             return weight
         packed = self.weights.packed(weight.plain, use is Use.EXPERTS)
         if packed is not None:

@@ -7,12 +7,14 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ftgguf import _ggml_cpu as native
+from ftgguf.engine.devices import choose as choose_device
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
@@ -39,11 +41,63 @@ def load_engine(config: ServerConfig, progress: Progress) -> Engine:
     progress("reading the file's header", 0.0)
     gguf = open_model(config)
     numbers = read_numbers(gguf)
-    build = family(gguf.architecture, str(gguf.path))
+    family(gguf.architecture, str(gguf.path))
     progress("loading the vocabulary", 0.0)
     vocab = Vocab.load(gguf)
     if config.cpu.cpus:
         os.sched_setaffinity(0, config.cpu.cpus)
+    loaded = _load_model(config, gguf, numbers, progress)
+    engine = Engine(loaded.executor, vocab, config, n_ctx_train=numbers.n_ctx_train)
+    if config.context.warmup or loaded.on_gpu:  # a GPU captures its graphs here
+        progress("warming up", 0.0)
+        loaded.executor.warm_up()
+    engine.info = _info(config, gguf, numbers, loaded, time.monotonic() - started)
+    progress("ready", 1.0)
+    return engine
+
+
+@dataclass(slots=True)
+class Loaded:
+    """An executor and what `_info` says about it beyond the file's own facts."""
+
+    executor: Any
+    details: dict[str, Any]
+    on_gpu: bool = False
+
+
+def _load_model(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, progress: Progress) -> Loaded:
+    """The whole model on the CPU, or its last blocks (most often all) on a GPU."""
+    device, reason = choose_device(config.placement)
+    if device is None:
+        cells = config.context.cells(numbers.n_ctx_train)
+        return _load_cpu(config, gguf, numbers, 0, None, cells, progress, reason)
+    from ftgguf.engine.load_cuda import load_gpu  # torch, Triton and the kernels: only where a GPU is used
+
+    parts: list[Loaded] = []
+
+    def cpu_segment(first: int, last: int, cells: int) -> Any:
+        parts.append(_load_cpu(config, gguf, numbers, first, last, cells, progress, reason))
+        return parts[-1].executor
+
+    gpu = load_gpu(config, gguf, numbers, device, progress, cpu_segment)
+    if isinstance(gpu, str):
+        cells = config.context.cells(numbers.n_ctx_train)
+        return _load_cpu(config, gguf, numbers, 0, None, cells, progress, gpu)
+    details = {**parts[0].details, **gpu.details} if parts else gpu.details
+    return Loaded(gpu.executor, details, on_gpu=True)
+
+
+def _load_cpu(
+    config: ServerConfig,
+    gguf: GGUFFile,
+    numbers: Numbers,
+    first: int,
+    last: int | None,
+    n_cells: int,
+    progress: Progress,
+    reason: str,
+) -> Loaded:
+    """Blocks [first, last) on the CPU. `reason`: why no GPU has them."""
     backend = native.Backend(config.cpu.threads)
     layout, why = choose(
         config.placement.weights_layout,
@@ -52,8 +106,9 @@ def load_engine(config: ServerConfig, progress: Progress) -> Engine:
         size=gguf.size,
         available=available_memory(),
     )
-    source = GgmlSource(gguf, backend, layout, numbers.top_k / numbers.n_expert if numbers.n_expert else 1.0)
-    model = build(source, numbers, config.context)
+    fraction = numbers.top_k / numbers.n_expert if numbers.n_expert else 1.0
+    source = GgmlSource(gguf, backend, layout, fraction, None if last is None else range(first, last))
+    model = family(gguf.architecture, str(gguf.path))(source, numbers, config.context)
     _place(config, gguf, layout)
     if source.packed_bytes:
         source.pack(config.cpu.threads_batch, lambda f: progress("repacking weights", f))
@@ -62,20 +117,26 @@ def load_engine(config: ServerConfig, progress: Progress) -> Engine:
     executor = GgmlExecutor(
         source,
         model,
-        n_cells=config.context.cells(numbers.n_ctx_train),
+        n_cells=n_cells,
         max_rows=min(config.context.n_ubatch, config.context.n_batch),
         threads=config.cpu.threads,
         threads_batch=config.cpu.threads_batch,
         type_k=config.context.type_k,
         type_v=config.context.type_v,
+        first=first,
+        last=last,
     )
-    engine = Engine(executor, vocab, config, n_ctx_train=numbers.n_ctx_train)
-    if config.context.warmup:
-        progress("warming up", 0.0)
-        executor.warm_up()
-    engine.info = _info(config, gguf, numbers, executor, layout, why, model.notes, time.monotonic() - started)
-    progress("ready", 1.0)
-    return engine
+    details = {
+        "device": "CPU",
+        "device_reason": reason,
+        "cells": executor.n_cells,
+        "kv_bytes": executor.n_cells * executor.cells.cell_bytes,
+        "layout": layout.value,
+        "layout_reason": why,
+        "packed_bytes": source.packed_bytes,
+        "notes": list(model.notes),
+    }
+    return Loaded(executor, details)
 
 
 def _place(config: ServerConfig, gguf: GGUFFile, layout: Layout) -> None:
@@ -99,16 +160,7 @@ def _lock(mapped: mmap.mmap, path: Path) -> None:
         )
 
 
-def _info(
-    config: ServerConfig,
-    gguf: GGUFFile,
-    numbers: Numbers,
-    executor: GgmlExecutor,
-    layout: Layout,
-    why: str,
-    notes: tuple[str, ...],
-    seconds: float,
-) -> dict[str, Any]:
+def _info(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, loaded: Loaded, seconds: float) -> dict[str, Any]:
     """What start-up prints and /props, /v1/models show; sizes in bytes."""
     features = [name for name, there in native.cpu_features().items() if there]
     return {
@@ -126,16 +178,11 @@ def _info(
         "n_expert_used": numbers.top_k,
         "threads": config.cpu.threads,
         "threads_batch": config.cpu.threads_batch,
-        "cells": executor.n_cells,
-        "kv_bytes": executor.n_cells * executor.cells.cell_bytes,
         "kv_types": [config.context.type_k, config.context.type_v],
-        "layout": layout.value,
-        "layout_reason": why,
-        "packed_bytes": executor.source.packed_bytes,
         "metadata": {"tokenizer.ggml.model": gguf.get("tokenizer.ggml.model", "", str)},
         "resident": psutil.Process().memory_info().rss,
         "cpu_features": features,
         "ggml": native.ggml_version(),
-        "notes": list(notes),
         "load_seconds": seconds,
+        **loaded.details,
     }

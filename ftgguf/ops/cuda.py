@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +21,6 @@ from ftgguf.kernels.formats import Activation
 from ftgguf.kernels.gemv import MAX_ROWS
 from ftgguf.kernels.kvcache import KVCache
 from ftgguf.kernels.linear import ExpertBatch, linear, linear_many
-from ftgguf.kernels.matrix import ExpertMatrix, QuantMatrix
 from ftgguf.kernels.norm import combine, norm
 from ftgguf.kernels.rope import Rope as DeviceRope
 from ftgguf.kernels.rope import qk_norm_rope_write, rope_frequencies
@@ -30,7 +30,8 @@ from ftgguf.layers.params import Attention, Embedding, Gating, Head, Linear, Mlp
 from ftgguf.ops.base import Tensor
 from ftgguf.ops.cuda_fine import FineCudaOps
 
-Matrix = QuantMatrix | ExpertMatrix
+Matrix: TypeAlias = Any
+"""A kernels.matrix.QuantMatrix or ExpertMatrix: what has a `format`."""
 
 ATTENTION_ROWS = 16
 """Rows up to which attention splits the context over programs (decode's kernel) instead of tiling rows."""
@@ -95,6 +96,8 @@ class CudaOps(FineCudaOps):
         self.layer = first_layer
         self.n_outputs = rows.n_outputs
         self.outputs = rows.outputs
+        self.keep_hidden = False
+        """The head passes the hidden state on: its caller computes logits a few rows at a time."""
 
     # ------------------------------------------------------------------------------------------ embedding, head
 
@@ -102,6 +105,8 @@ class CudaOps(FineCudaOps):
         return get_rows(p.weight, self.rows.token)
 
     def head(self, h: Tensor, p: Head) -> Tensor:
+        if self.keep_hidden:
+            return h
         x = self._normed(h, p.norm, p.eps, [p.out.weight])
         logits = linear(x, self.matrix(p.out), bias=p.out.bias)
         if p.softcap > 0:
@@ -174,9 +179,7 @@ class CudaOps(FineCudaOps):
         if p.gate is None:
             up, gate = linear(x, self.matrix(p.up), bias=p.up.bias), None
         else:
-            gate, up = linear_many(
-                x, [self.matrix(p.gate), self.matrix(p.up)], [p.gate.bias, p.up.bias]
-            )
+            gate, up = linear_many(x, [self.matrix(p.gate), self.matrix(p.up)], [p.gate.bias, p.up.bias])
         if gate is None and ACTIVATIONS[name] != ACTIVATIONS["relu2"]:
             hidden = Activations(self.unary(p.activation, up))
         else:
@@ -198,10 +201,11 @@ class CudaOps(FineCudaOps):
 
     def _route(self, x: Activations, p: Router) -> tuple[Tensor, Tensor]:
         logits = linear(x, self.matrix(p.gate), bias=p.gate.bias)
-        return route(
+        ids, weights = route(
             logits, p.top_k, gating=GATING_NAMES[p.gating], bias=p.selection_bias, groups=p.groups,
             groups_used=p.groups_used, normalise=p.normalise, scale=p.scale,
         )  # fmt: skip
+        return ids, weights
 
     def _experts(self, layer: int, x: Activations, ids: Tensor, weights: Tensor, adds: list[Tensor]) -> Tensor:
         """Routed sum plus `adds`, through the store's slots."""

@@ -14,7 +14,7 @@ import pytest
 
 from compat.oracle import Oracle, kld, nmse
 
-from .cuda_helpers import load_cuda, page_table
+from .cuda_helpers import load_cuda
 from .helpers import load, rows, some_tokens, step_by_step
 
 FAMILIES = ["qwen3moe", "qwen3", "llama", "granitemoe", "glm4moe"]
