@@ -15,6 +15,7 @@ USAGE = """usage: ftgguf COMMAND ...
   run     one answer, or a chat in the terminal                 ftgguf run demo "What is the capital of France?"
   pull    get a model without running it                        ftgguf pull demo
   bench   speed of a model here, also against llama.cpp         ftgguf bench -m model.gguf --against llama.cpp
+  proxy   compare two servers on a client's real traffic        ftgguf proxy --a URL --b URL
 
 `ftgguf COMMAND --help` lists what a command takes. Models: a .gguf file, `demo` or `stories`.
 """
@@ -29,7 +30,13 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] in ("--version", "version"):
         print(f"ftgguf {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {"serve": serve, "run": run, "pull": pull, "bench": bench}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "serve": serve,
+        "run": run,
+        "pull": pull,
+        "bench": bench,
+        "proxy": proxy,
+    }
     command = commands.get(argv[0])
     if command is None:
         hint = "; llama-server's flags follow `ftgguf serve`" if argv[0].startswith("-") else ""
@@ -102,3 +109,10 @@ def bench(argv: list[str]) -> int:
     from ftgguf.bench.main import main as bench_main
 
     return bench_main(argv)
+
+
+def proxy(argv: list[str]) -> int:
+    """`ftgguf proxy --a URL --b URL`."""
+    from ftgguf.proxy.main import main as proxy_main
+
+    return proxy_main(argv)
