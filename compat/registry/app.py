@@ -148,7 +148,8 @@ class FakeSource:
                 await send({"type": "lifespan.startup.complete"})
             await send({"type": "lifespan.shutdown.complete"})
             return
-        path = unquote(scope["raw_path"].decode("latin-1").partition("?")[0])
+        target = scope["raw_path"].decode("latin-1").partition("?")[0]
+        path = unquote(re.sub(r"^https?://[^/]+", "", target))  # a proxy is asked for whole addresses
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         self.seen.append(Seen(scope["method"], path, headers.get("host", ""), headers))
         reply = Reply(self, send, scope["method"], headers)

@@ -21,9 +21,10 @@ from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout, choose
 from ftgguf.engine.memory import available_memory
 from ftgguf.flags.config import ServerConfig
-from ftgguf.gguf.reader import GGUFFile, open_gguf
+from ftgguf.gguf.reader import GGUFFile
 from ftgguf.models.config import Numbers, read_numbers
 from ftgguf.models.registry import family
+from ftgguf.pull import ollama_gguf
 from ftgguf.vocab import Vocab
 
 Progress = Callable[[str, float], None]
@@ -31,8 +32,8 @@ Progress = Callable[[str, float], None]
 
 
 def open_model(config: ServerConfig) -> GGUFFile:
-    """The GGUF of `config.model.path` with `--override-kv` applied. Raises GGUFError."""
-    return open_gguf(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
+    """The GGUF of `config.model.path` with `--override-kv` applied, Ollama's `gptoss` as `gpt-oss`. Raises GGUFError."""
+    return ollama_gguf.open_model(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
 
 
 def load_engine(config: ServerConfig, progress: Progress) -> Engine:

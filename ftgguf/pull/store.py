@@ -162,11 +162,15 @@ class Store:
         own = self._own(name)
         if own is not None:
             return own
+        spellings = [name.parts]
+        if isinstance(name, HubName):  # Ollama keeps apart what is one host
+            spellings.append(("huggingface.co", *name.parts[1:]))
         for root in self.foreign:
-            found = _find(root, name.parts)
-            entry = _read_entry(root, found, "ollama") if found is not None else None
-            if entry is not None:
-                return entry
+            for parts in spellings:
+                found = _find(root, parts)
+                entry = _read_entry(root, found, "ollama") if found is not None else None
+                if entry is not None:
+                    return entry
         return None
 
     def _own(self, name: StoredName) -> Entry | None:

@@ -45,6 +45,8 @@ MAX_SIZE = 1 << 44
 """Bytes of one file (16 TiB)."""
 SPACE_MARGIN = 64 << 20
 """Bytes that stay free on the disk."""
+RAMP = 0.25
+"""Seconds until another connection is opened."""
 SAVE_EVERY = 0.25
 """Seconds between two journals; a tenth of it when 2 % of the file came meanwhile."""
 REPORT_EVERY = 0.06
@@ -98,6 +100,7 @@ class Transfer:
         self._wrong_ranges = 0
         self._reported = 0.0
         self._saved = (0.0, 0)
+        self._ticked = 0.0
 
     def run(self) -> tuple[Digest, int]:
         """Fetch, or go on fetching, and verify: the content's sha256 and size; `self.partial` holds it, flushed.
@@ -218,13 +221,12 @@ class Transfer:
         """
         hasher = _Hasher(self.item, spans.total)
         buffer = memoryview(bytearray(_READ))
-        hashed = 0
+        hashed, begun = 0, time.monotonic()
         while hashed < spans.total:
             if self._failure is not None:
                 raise self._failure
-            if len(threads) == 1 and self._ranged.is_set():
-                more = min(self.client.options.connections, spans.missing) - 1
-                self._start(threads, spans, handle, more)
+            if len(threads) < self.client.options.connections and self._ranged.is_set():
+                self._start(threads, spans, handle, self._wanted(spans, begun) - len(threads))
             ready = min(spans.frontier - hashed, _READ)
             if ready > 0:
                 n = os.preadv(handle, [buffer[:ready]], hashed)
@@ -240,15 +242,24 @@ class Transfer:
         self.report(spans.total, spans.total)
         return hasher.result()
 
+    def _wanted(self, spans: Spans, begun: float) -> int:
+        """Connections by now: two at once, and one more every quarter of a second, since a fast source needs no more
+        than two and every further one costs work."""
+        now = 2 + int((time.monotonic() - begun) / RAMP)
+        return min(self.client.options.connections, now, spans.missing)
+
     def _tick(self, spans: Spans, hashed: int) -> None:
         now = time.monotonic()
+        if now - self._ticked < SAVE_EVERY / 10:
+            return
+        self._ticked = now
+        completed = spans.completed
         if now - self._reported >= REPORT_EVERY:
             self._reported = now
-            completed = spans.completed
             self.report(min(completed, hashed) if completed == spans.total else completed, spans.total)
-        age, news = now - self._saved[0], spans.completed - self._saved[1]
+        age, news = now - self._saved[0], completed - self._saved[1]
         if age >= SAVE_EVERY or (age >= SAVE_EVERY / 10 and news * 50 > spans.total):
-            self._saved = (now, spans.completed)
+            self._saved = (now, completed)
             spans.save(self.journal)
 
     def _work(self, spans: Spans, handle: int) -> None:
