@@ -7,6 +7,7 @@ not fail the request (see `ftgguf.chat.constraint`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,8 @@ from ftgguf.engine.messages import Grammar
 from ftgguf.flags.config import ChatConfig
 from ftgguf.server.errors import InvalidRequest, server_error
 from ftgguf.server.wire import as_str, lenient
+
+log = logging.getLogger("ftgguf.server")
 
 STEPFUN = "You have access to the following functions in JSONSchema format"
 
@@ -86,6 +89,7 @@ class ChatPlanner:
         self.control_tokens = control_tokens or {}
         self.config = config
         self._dialects: dict[int, Dialect] = {}
+        self._warned = False
         thinks = self.thinks(templates.default)
         self.enable_thinking = config.reasoning != "off" and thinks
 
@@ -116,6 +120,9 @@ class ChatPlanner:
         inputs = self._inputs(body)
         template = self.templates.pick(bool(inputs.tools))
         dialect = self.dialect(template)
+        if inputs.tools and not template.caps.supports_tools and not self._warned:
+            self._warned = True
+            log.warning("this model's chat template never mentions tools: the model will not know about them")
         try:
             prompt, generation = self._prompt(template, dialect, inputs)
         except ChatTemplateError as error:

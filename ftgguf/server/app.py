@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ftgguf import __version__
-from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses, streams, vertex
+from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses, streams, ui, vertex
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
@@ -93,6 +93,7 @@ def build_app(state: ServerState) -> ASGIApp:
         if vertex.health_route():
             add("GET", vertex.health_route(), native.get_health)
         add("POST", vertex.predict_route(), vertex.predict_handler(dict(POST)))
+    ui.add_ui(app, state.config.http)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Disconnected, _gone)

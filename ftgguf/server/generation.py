@@ -29,6 +29,10 @@ LOWEST = -3.4028234663852886e38
 """Float32's lowest, reported for a probability of 0 since JSON has no minus infinity."""
 
 
+MAX_ANCHORS = 32
+"""Turn ends that are told to the engine (llama-server keeps 32 checkpoints)."""
+
+
 def json_response(value: Any, status: int = 200) -> Response:
     response = Response(dumps(value), status)
     response.headers["content-type"] = JSON_TYPE
@@ -101,6 +105,7 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
         if not prompt:
             raise ApiError('"prompt" must not be empty')
         check_prompt(state.vocab, prompt, n_ctx)
+        anchors = turn_ends(prompt, state.vocab.eog_ids)
         for copy in range(params.n_cmpl):
             sampling = dict(params.sampling)
             if copy and sampling["seed"] != m.RANDOM_SEED:
@@ -120,11 +125,22 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
                 return_progress=params.return_progress and params.stream,
                 special=state.config.chat.special,
                 preserved_tokens=tuple(params.preserved_tokens),
+                anchors=anchors,
                 stream=params.stream,
                 details=details,
             )
             out.append(Sequence(len(out), params, request))
     return out
+
+
+def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:
+    """Prompt lengths right after each end-of-turn token: where later requests are likely to part from this one.
+
+    The first of them (the end of the system text) and the last `MAX_ANCHORS`; templates that mark no turn ends have none.
+    """
+    ends = [index + 1 for index, token in enumerate(prompt) if token in eog]
+    ends = [end for end in ends if end < len(prompt)]
+    return tuple(ends if len(ends) <= MAX_ANCHORS else [ends[0], *ends[-MAX_ANCHORS:]])
 
 
 async def respond(state: ServerState, request: Request, sequences: list[Sequence], shape: Format) -> Response:

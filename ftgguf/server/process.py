@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import uvicorn
 from sse_starlette.sse import AppStatus
+from starlette.types import ASGIApp
 
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
 from ftgguf.flags.config import ServerConfig, encode_config
@@ -60,11 +61,12 @@ def serve(config: ServerConfig) -> int:
     try:
         gguf = open_gguf(config.model.path, {o.key: o.value for o in config.model.override_kv})
         state = make_state(config, gguf)
+        app = build_app(state)
     except (GGUFError, ChatTemplateError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
-        return asyncio.run(_serve(state, listeners))
+        return asyncio.run(_serve(state, app, listeners))
     finally:
         state.close()
         for listener in listeners:
@@ -111,11 +113,11 @@ def model_templates(config: ServerConfig, gguf: GGUFFile, vocab: Any) -> ChatTem
     )
 
 
-async def _serve(state: ServerState, listeners: list[Listener]) -> int:
+async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) -> int:
     http = state.config.http
     server = _Server(
         uvicorn.Config(
-            build_app(state),
+            app,
             log_config=None,
             access_log=False,
             server_header=False,

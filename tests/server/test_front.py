@@ -73,6 +73,22 @@ def test_api_prefix() -> None:
         assert running.http.get("/health").status_code == 404
 
 
+def test_the_page(tmp_path: Path) -> None:
+    """`/` is public also with a key; `--path` serves a folder in its place; `--no-ui` has neither."""
+    with front(http={"api_keys": ("k",)}) as running:
+        page = running.http.get("/")
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert "v1/chat/completions" in page.text
+    with front(http={"ui": False}) as running:
+        assert running.http.get("/").status_code == 404
+    (tmp_path / "index.html").write_text("mine")
+    with front(http={"static_path": str(tmp_path)}) as running:
+        assert running.http.get("/").text == "mine"
+        assert running.http.get("/none").json()["error"]["code"] == 404
+        assert running.http.get("/health").status_code == 200
+
+
 def test_503_while_loading() -> None:
     with front(start={"load": 1.0, "no_wait": True}) as running:
         for path in ("/health", "/v1/models"):

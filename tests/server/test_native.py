@@ -11,6 +11,8 @@ import json
 import pytest
 from conftest import Front, front, script
 
+from ftgguf.server.generation import turn_ends
+
 FINAL_KEYS = [
     "index", "content", "tokens", "id_slot", "stop", "model", "tokens_predicted", "tokens_evaluated",
     "generation_settings", "prompt", "has_new_line", "truncated", "stop_type", "stopping_word", "tokens_cached",
@@ -343,3 +345,13 @@ def test_slots_metrics_and_lora() -> None:
         assert "llamacpp:requests_deferred 0" in lines
     with front(http={"slots": False}) as running:
         assert running.http.get("/slots").status_code == 501
+
+
+def test_turn_ends_are_told_to_the_engine() -> None:
+    """Where a later request may part from this one: after each end-of-turn token, not at the very end."""
+    assert turn_ends([1, 5, 2, 6, 2, 7], frozenset((2,))) == (3, 5)
+    assert turn_ends([5, 2], frozenset((2,))) == ()
+    many = turn_ends([2, 3] * 100, frozenset((2,)))
+    assert len(many) == 33
+    assert many[0] == 1
+    assert many[-1] == 199
