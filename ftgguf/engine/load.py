@@ -32,7 +32,7 @@ Progress = Callable[[str, float], None]
 
 
 def open_model(config: ServerConfig) -> GGUFFile:
-    """The GGUF of `config.model.path` with `--override-kv` applied, Ollama's `gptoss` as `gpt-oss`. Raises GGUFError."""
+    """The GGUF of `config.model.path` with `--override-kv` applied, an Ollama `gptoss` as `gpt-oss`. GGUFError."""
     return ollama_gguf.open_model(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
 
 
