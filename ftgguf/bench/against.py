@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from ftgguf import __version__
 from ftgguf.bench import host, html, table
@@ -60,10 +62,13 @@ def new_report(kind: str, gguf: GGUFFile) -> Report:
 
 def finish(report: Report, options: Options, work: Callable[[], None]) -> int:
     """Run `work`; whatever happens, show and save what is in the report."""
+    former = signal.signal(signal.SIGTERM, _interrupt)  # servers must be ended then, too
     try:
         work()
     except KeyboardInterrupt:
         report.interrupted = True
+    finally:
+        signal.signal(signal.SIGTERM, former)
     print(to_json(report).decode() if options.output == "json" else table.render(report), end="")
     if options.report:
         report.save(Path(options.report))
@@ -71,6 +76,10 @@ def finish(report: Report, options: Options, work: Callable[[], None]) -> int:
         Path(options.html).write_text(html.page(report), encoding="utf-8")
         say(f"page written to {options.html}")
     return report.status
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _in_process(report: Report, options: Options, path: str, size: int) -> None:

@@ -146,6 +146,7 @@ class Duel:
                 child = self._ready(side)
                 own = [child.ask("tokenize", text=text)["tokens"] for text in TEXTS]
                 prompts = prompts or own  # the first side's ids go to all
+                say(f"outputs of {name}")
                 answers = [child.ask("greedy", prompt=p, n=GREEDY_TOKENS)["tokens"] for p in prompts]
             except ChildError as error:
                 self._lose(side, error, "outputs", "greedy")
