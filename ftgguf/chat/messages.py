@@ -90,6 +90,8 @@ def _parse_message(message: Any) -> Message:
                 out[name] = text
     calls = message.get("tool_calls")
     if calls:
+        if not isinstance(calls, list):
+            raise ValueError(f"Expected 'tool_calls' to be an array, got {_text(calls)}")
         out["tool_calls"] = [_parse_call(call) for call in calls]
     return out
 

@@ -24,7 +24,7 @@ from ftgguf.chat.tools.harmony import HarmonyParser
 from ftgguf.engine.messages import Grammar
 from ftgguf.flags.config import ChatConfig
 from ftgguf.server.errors import InvalidRequest, server_error
-from ftgguf.server.wire import as_str, lenient
+from ftgguf.server.wire import WrongType, as_str, lenient
 
 log = logging.getLogger("ftgguf.server")
 
@@ -117,7 +117,10 @@ class ChatPlanner:
         """The plan of a request body; raises `ApiError` as llama-server answers."""
         if not isinstance(body, dict):
             raise InvalidRequest("'messages' is required")
-        inputs = self._inputs(body)
+        try:
+            inputs = self._inputs(body)
+        except WrongType as error:
+            raise InvalidRequest(str(error)) from None
         template = self.templates.pick(bool(inputs.tools))
         dialect = self.dialect(template)
         if inputs.tools and not template.caps.supports_tools and not self._warned:

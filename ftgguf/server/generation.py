@@ -136,7 +136,7 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
 def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:
     """Prompt lengths right after each end-of-turn token: where later requests are likely to part from this one.
 
-    The first of them (the end of the system text) and the last `MAX_ANCHORS`; templates that mark no turn ends have none.
+    The first of them (the end of the system text) and the last `MAX_ANCHORS`; none where a template marks no turn ends.
     """
     ends = [index + 1 for index, token in enumerate(prompt) if token in eog]
     ends = [end for end in ends if end < len(prompt)]
