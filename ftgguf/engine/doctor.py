@@ -1,0 +1,139 @@
+"""`ftgguf doctor`: what this machine has, what ftgguf makes of it, and what will not work, each with its cure."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from ftgguf import __version__
+from ftgguf.engine import devices
+from ftgguf.engine.memory import available_memory
+from ftgguf.flags.machine import read_machine
+
+GIB = 1 << 30
+PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of one lane in one direction, by PCIe generation."""
+
+Row = tuple[str, str]
+
+
+def main(argv: list[str]) -> int:
+    """Print the report; the exit status is 1 when something is wrong that has a cure."""
+    argparse.ArgumentParser(prog="ftgguf doctor", description=__doc__).parse_args(argv)
+    rows, problems = report()
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name:{width}}  {text}")
+    print()
+    for line in problems or ["Nothing is in the way."]:
+        print(f"! {line}" if problems else line)
+    return 1 if problems else 0
+
+
+def report() -> tuple[list[Row], list[str]]:
+    """(what was found, what will not work)."""
+    rows: list[Row] = [("ftgguf", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")]
+    problems: list[str] = []
+    _gpu(rows, problems)
+    _software(rows, problems)
+    _cpu(rows)
+    _memory(rows, problems)
+    return rows, problems
+
+
+def _gpu(rows: list[Row], problems: list[str]) -> None:
+    found = devices.list_devices()
+    driver = devices.driver()
+    if not found:
+        what = "a driver is loaded, but no GPU is visible" if Path("/proc/driver/nvidia").exists() else "none found"
+        rows.append(("GPU", f"{what}: models run on the CPU"))
+        return
+    if driver is not None:
+        rows.append(("driver", f"{driver.version or '?'}, CUDA {driver.cuda[0]}.{driver.cuda[1]}"))
+    for device in found:
+        capability = ".".join(map(str, device.capability))
+        rows.append((device.id, f"{device.line().split(': ', 1)[1]}, compute capability {capability}"))
+        rows.append(("  link", _link(device)))
+        wrong = devices.problem(device, driver)
+        if wrong is not None and wrong not in problems:
+            problems.append(wrong)
+
+
+def _link(device: devices.Device) -> str:
+    if device.link is None:
+        return "unknown (the management library does not say)"
+    generation, lanes = device.link
+    text = f"PCIe {generation} x{lanes}, {PCIE_GB_S.get(generation, 0) * lanes:.1f} GB/s each way"
+    if device.link_max is not None and device.link_max != device.link:
+        text += f" (PCIe {device.link_max[0]} x{device.link_max[1]} under load at most)"
+    return text
+
+
+def _software(rows: list[Row], problems: list[str]) -> None:
+    try:
+        built = devices.torch_cuda()
+        kind = f"for CUDA {built[0]}.{built[1]}" if built else "CPU only"
+        rows.append(("torch", f"{_version('torch')}, {kind}"))
+        rows.append(("triton", _version("triton")))
+    except devices.DeviceError as error:
+        rows.append(("torch", str(error)))
+    compiler = devices.compiler_problem()
+    rows.append(("C compiler", compiler or "found, and Python's headers"))
+    if compiler is not None and devices.list_devices():
+        problems.append(compiler)
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    kernels = sum(1 for _ in cache.glob("*/*.cubin")) if cache.is_dir() else 0
+    rows.append(("kernel cache", f"{cache}, {kernels} compiled kernels"))
+    if devices.list_devices() and not os.access(cache if cache.is_dir() else Path.home(), os.W_OK):
+        problems.append(f"the kernel cache {cache} cannot be written, so every start compiles: set TRITON_CACHE_DIR")
+
+
+def _cpu(rows: list[Row]) -> None:
+    machine = read_machine()
+    quota = "" if machine.quota is None else f", limited to {machine.quota:g} CPUs"
+    rows.append(("CPU", f"{_cpu_name()}: {machine.cores()} cores, {len(machine.allowed)} threads{quota}"))
+    rows.append(("NUMA nodes", str(max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))))))
+    try:
+        from ftgguf import _ggml_cpu as native
+
+        features = [name for name, there in native.cpu_features().items() if there]
+        rows.append(("ggml", f"{native.ggml_version()}: {' '.join(features)}"))
+    except ImportError as error:
+        rows.append(("ggml", f"not loaded ({error})"))
+
+
+def _memory(rows: list[Row], problems: list[str]) -> None:
+    total, free = int(psutil.virtual_memory().total), available_memory()
+    rows.append(("memory", f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available to this process"))
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    endless = soft == resource.RLIM_INFINITY
+    rows.append(("locked memory", "no limit" if endless else f"{soft / GIB:.2f} GiB (ulimit -l)"))
+    if "microsoft" in platform.release().lower():
+        problems.append("WSL: about half of the memory can be page-locked; larger expert pools are partly pinned")
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main([]))
