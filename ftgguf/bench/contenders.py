@@ -83,7 +83,7 @@ def make_contenders(
             sides.append(Contender(side, _local(side, command, options)))
         return sides
     side = Contestant("ollama" if peer.kind == "ollama" else peer.where, ours=False)
-    side.notes.append("not started by this comparison: what it was started with, its memory and kernels are unknown")
+    side.notes.append("it runs all the time: what it was started with, its memory and kernels are unknown")
     sides.append(Contender(side, _remote(side, peer, options)))
     return sides
 
@@ -140,6 +140,8 @@ def _remote(side: Contestant, peer: Peer, options: Options) -> Callable[[], Abst
             side.build = side.build or f"Ollama {target.get('/api/version').get('version', '')}"
         else:
             target = identify(peer.where, options.peer_model, options.timeout)
+            with contextlib.suppress(RequestFailed):
+                side.build = str(target.get("/props").get("build_info", ""))
         try:
             yield Running(target)
         finally:

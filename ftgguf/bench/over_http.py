@@ -81,7 +81,9 @@ class HttpDuel:
         self._rates: dict[str, list[tuple[float, float]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         report.contestants = [side.contestant for side in sides]
-        report.notes.append("each side is brought up as a server, alone, once a round; order rotated every round")
+        report.notes.append(
+            "a side is brought up as a server when its turn comes, once a round; order rotated every round"
+        )
         if text_only:
             report.notes.append("prompts are text, as the peer takes no token ids")
 

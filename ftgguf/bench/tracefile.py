@@ -163,9 +163,11 @@ def common(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 def continues(before: Sequence[Message], now: Sequence[Message]) -> str:
-    """How a request goes on from the one `before`: `append` (all of it and more), `edited` (two messages in common at
-    least: a system prompt alone is shared by strangers), `first` (not at all)."""
+    """How a request goes on from the one `before`: `append` (all of it and more), `repeat` (the same), `edited` (two
+    messages in common at least: a system prompt alone is shared by strangers), `first` (not at all)."""
     shared = common(before, now)
+    if shared and shared == len(before) == len(now):
+        return "repeat"
     if shared and shared == len(before):
         return "append"
     return "edited" if shared >= 2 else "first"

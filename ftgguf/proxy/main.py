@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -51,7 +54,18 @@ def main(argv: list[str]) -> int:
     saver = _Saver(ledger, options.report, options.html)
     proxy = Proxy(a, b, ledger, options.mode, options.at_once, options.timeout, saver.changed)
     say(f"listening on http://{options.host}:{options.port}: {options.mode} of A {a.url} and B {b.url}; Ctrl-C ends")
-    uvicorn.run(proxy.app(), host=options.host, port=options.port, log_level="warning", access_log=False)
+    settings = uvicorn.Config(
+        proxy.app(),
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=2,
+    )
+    server = _Server(settings)
+    server.run()
+    if not server.started:
+        return 1
     report.notes += slow_turns(report)
     print(table.render(ledger.finish()), end="")
     saver.save()
@@ -91,6 +105,19 @@ def _side(url: str, letter: str, api_key: str, *, first: bool) -> Side:
     ours = "ftgguf" in build
     side = Contestant(f"{letter} {'ftgguf' if ours else url.split('//')[-1]}", ours=ours, build=build, command=url)
     return Side(url, side, api_key, keeps_credentials=first)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that ends on a signal without raising it again: the report is still to be printed."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        former = {n: signal.signal(n, self.handle_exit) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
 
 
 class _Saver:

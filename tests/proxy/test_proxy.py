@@ -178,7 +178,7 @@ def test_the_command_writes_its_report_when_interrupted(tmp_path: Path) -> None:
     with stub(Script()) as a, stub(Script()) as b:
         argv = ["--a", a, "--b", b, "--port", str(port), "--report", str(saved), "--html", str(page)]
         command = [sys.executable, "-m", "ftgguf.proxy.main", *argv]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             _answered(f"http://127.0.0.1:{port}", process)
             end = time.monotonic() + 20
@@ -186,12 +186,14 @@ def test_the_command_writes_its_report_when_interrupted(tmp_path: Path) -> None:
                 assert time.monotonic() < end
                 time.sleep(0.05)
             os.kill(process.pid, signal.SIGINT)
-            out, _ = process.communicate(timeout=30)
+            out, errors = process.communicate(timeout=30)
         finally:
             process.kill()
     report = from_json(saved.read_bytes())
     assert {t.contestant[0] for t in report.turns} == {"A", "B"}
     assert "conversation 0" in out
+    assert "Traceback" not in errors
+    assert process.returncode == OK
     assert "<svg" in page.read_text()
     assert json.loads(saved.read_text())["settings"]["mode"] == "mirror, B after A"
 
