@@ -58,7 +58,8 @@ def store_block(
     tl.store(xq + (row * K + b * B)[:, None] + at[None, :], q.to(tl.int8), mask=ok[:, None])
     if KIND == 5:
         tl.store(xd + row * (K // B) + b, d, mask=ok)
-        sub = tl.arange(0, B // 16)
+        i = tl.arange(0, B // 16)
+        sub = i // 4 * 4 + i % 2 * 2 + i % 4 // 2  # sum_order
         tl.store(xs + (row * (K // 16) + b * (B // 16))[:, None] + sub[None, :], s, mask=ok[:, None])
     else:
         tl.store(xd + 2 * (row * (K // B) + b), d, mask=ok)
@@ -79,7 +80,8 @@ def _quantize(
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Quantised rows: `q` int8 [M, K]. Q8_K: `d` float32 [M, K / 256], `s` int32 [M, K / 16] (sums). Q8_0 and Q8_1:
+    """Quantised rows: `q` int8 [M, K]. Q8_K: `d` float32 [M, K / 256], `s` int32 [M, K / 16], the sums of 16
+    in the order 0 2 1 3 of every four (`sum_order`): Q4_K and Q5_K use them in these pairs. Q8_0 and Q8_1:
     `d` float32 [M, K / 32, 2] holds scale and sum (Q8_1: scale times sum), and `s` is the same tensor."""
 
     kind: Activation

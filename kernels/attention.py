@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .activations import Activations, empty_planes, quantize_block, store_block
 from .device import INTERPRET, dot, tanh
+from .formats import Activation
 from .kvcache import PAGE, KVCache
 
 
@@ -100,25 +102,39 @@ def _decode(
 
 @triton.jit
 def _merge(
-    part, stat, sinks, out, HQ: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr,
-    SINK: tl.constexpr,
+    part, stat, sinks, out, xq, xd, xs,
+    HQ: tl.constexpr, HV: tl.constexpr, BV: tl.constexpr, SPLITS: tl.constexpr, HEADS: tl.constexpr,
+    SINK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Join the splits of one (row, head); a sink joins the denominator as one more score without a value."""
-    head = tl.program_id(0).to(tl.int64)
+    """Join the splits of HEADS heads of a row; a sink joins the denominator as one more score without a value. The
+    quantised copy is for the output projection, whose blocks of 256 may span two heads."""
+    pid = tl.program_id(0)
+    head = pid.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     s = tl.arange(0, SPLITS)
     i = tl.arange(0, BV)
-    top = tl.load(stat + (head * SPLITS + s) * 2)
-    total = tl.load(stat + (head * SPLITS + s) * 2 + 1)
-    best = tl.max(top, 0)
+    at = head[:, None] * SPLITS + s[None, :]
+    top = tl.load(stat + at * 2)
+    total = tl.load(stat + at * 2 + 1)
+    best = tl.max(top, 1)
     if SINK:
         sink = tl.load(sinks + head % HQ)
         best = tl.maximum(best, sink)
-    w = tl.exp(top - best)
-    denominator = tl.sum(w * total, 0)
+    w = tl.exp(top - best[:, None])
+    denominator = tl.sum(w * total, 1)
     if SINK:
         denominator += tl.exp(sink - best)
-    o = tl.load(part + (head * SPLITS + s)[:, None] * HV + i[None, :], mask=(i < HV)[None, :], other=0.0)
-    tl.store(out + head * HV + i, (tl.sum(o * w[:, None], 0) / denominator).to(out.dtype.element_ty), mask=i < HV)
+    used = (total > 0)[:, :, None] & (i < HV)[None, None, :]
+    o = tl.load(part + at[:, :, None] * HV + i[None, None, :], mask=used, other=0.0)
+    o = tl.sum(o * w[:, :, None], 1) / denominator[:, None]
+    tl.store(out + head[:, None] * HV + i[None, :], o.to(out.dtype.element_ty), mask=(i < HV)[None, :])
+    if KIND >= 3:
+        B: tl.constexpr = 256 if KIND == 5 else 32
+        R: tl.constexpr = HEADS * BV // B
+        K: tl.constexpr = HQ * HV
+        q, d, sums = quantize_block(tl.reshape(o, (R, B)), KIND, R, B)
+        block = pid * R + tl.arange(0, R)
+        row = block // (K // B)
+        store_block(q, d, sums, xq, xd, xs, row, block % (K // B), row >= 0, K, KIND, R, B)
 
 
 @triton.jit
@@ -201,10 +217,12 @@ def decode_splits(rows: int, kv_heads: int, programs: int = 264) -> int:
 
 def attention_decode(
     q: torch.Tensor, cache: KVCache, table: torch.Tensor, sequence: torch.Tensor, position: torch.Tensor,
-    spec: AttentionSpec, *, splits: int | None = None, dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:  # fmt: skip
+    spec: AttentionSpec, *, splits: int | None = None, quantize_to: Activation | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Activations:  # fmt: skip
     """Attention of rows q [M, HQ, HD], each on its own; best for few rows. `table` int32 [sequences, pages],
-    `sequence` and `position` int32 [M]. Returns [M, HQ * HV] of `dtype`."""
+    `sequence` and `position` int32 [M]. Returns rows [M, HQ * HV] of `dtype`, with the planes of `quantize_to` where
+    its blocks fit whole heads (else they are computed on first use)."""
     m, hq, hd = q.shape
     hk, hv = cache.v.shape[1:]
     splits = splits or decode_splits(m, hk)
@@ -216,14 +234,26 @@ def attention_decode(
     _decode[(m, hk, splits)](
         q, ck, cv, sk, sv, table, sequence, position, part, stat, table.stride(0), spec.scale, spec.softcap,
         spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BG=max(16, triton.next_power_of_2(hq // hk)),
-        BN=32 if bd > 128 else 64, SPLITS=splits, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
+        BN=32, SPLITS=splits, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
         QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4,
     )  # fmt: skip
-    _merge[(m * hq,)](
-        part, stat, part if spec.sinks is None else spec.sinks, out, HQ=hq, HV=hv, BV=bv, SPLITS=splits,
-        SINK=spec.sinks is not None, num_warps=4,
+    block = 256 if quantize_to == Activation.Q8_K else 32
+    heads = max(1, 256 // hv) if quantize_to == Activation.Q8_K else 1
+    result = Activations(out)
+    fits = quantize_to is not None and quantize_to >= Activation.Q8_0 and bv == hv and hq % heads == 0
+    planes = None
+    if fits and quantize_to is not None and (heads * hv) % block == 0:
+        planes = empty_planes(quantize_to, m, hq * hv, q.device)
+        result.put(planes)
+    else:
+        heads = 1
+    xq, xd, xs = (out, out, out) if planes is None else (planes.q, planes.d, planes.s)
+    _merge[(m * hq // heads,)](
+        part, stat, part if spec.sinks is None else spec.sinks, out, xq, xd, xs, HQ=hq, HV=hv, BV=bv,
+        SPLITS=splits, HEADS=heads, SINK=spec.sinks is not None, KIND=-1 if planes is None else int(planes.kind),
+        num_warps=4,
     )  # fmt: skip
-    return out
+    return result
 
 
 def prefill_tiles(rows_per_sequence: list[tuple[int, int, int]], bm: int = 64) -> list[tuple[int, int, int]]:

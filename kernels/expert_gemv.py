@@ -87,9 +87,9 @@ def _down(
         tl.store(out + p.to(tl.int64) * N + n, v, mask=n < N)
 
 
-def tile_rows() -> tuple[int, int]:
-    """(weight rows of a program, warps)."""
-    return (64, 4) if INTERPRET.value else (4, 4)
+def tile_rows(down: bool) -> tuple[int, int]:
+    """(weight rows of a program, warps), by measurement (docs/measurements/kernels.md)."""
+    return (64, 4) if INTERPRET.value else (4, 2) if down else (2, 1)
 
 
 def groups(type_: Type, k: int) -> int:
@@ -116,7 +116,7 @@ def gate_up(
     experts' own numbers (biases and scales), `slot_addr` int64 [slots] device addresses. One launch."""
     m, k = ids.shape
     up, gate = w.up, w.gate or w.up
-    bn, warps = config or tile_rows()
+    bn, warps = config or tile_rows(False)
     out = torch.empty(m * k, up.n, dtype=torch.float32, device=ids.device) if out is None else out
     from .dequant_iq import grid_table
 
@@ -145,7 +145,7 @@ def down(
 ) -> torch.Tensor:
     """float32 [M * k, D]: the down product of each pair's own row of `h` [M * k, F]. One launch."""
     pairs = ids.numel()
-    bn, warps = config or tile_rows()
+    bn, warps = config or tile_rows(True)
     out = torch.empty(pairs, w.n, dtype=torch.float32, device=ids.device) if out is None else out
     from .dequant_iq import grid_table
 

@@ -48,10 +48,14 @@ def tile_config(m: int, n: int, k: int, type_: Type) -> TileConfig:
         return TileConfig(64, 16 if m <= 16 else 64, 32, 4, 3)
     if m <= 64:
         bm = max(16, triton.next_power_of_2(m))
-        tiles = triton.cdiv(n, 64)
-        split = max(1, min(8, 256 // tiles, k // 512))
-        return TileConfig(64, bm, 128, 4, 3, split)
-    return TileConfig(128, 128, 64, 8, 3)
+        bn = 128 if type_ in (Type.Q4_K, Type.Q5_K) else 64
+        split = max(1, min(8, 512 // triton.cdiv(n, bn), k // 512))
+        return TileConfig(bn, bm, 128, 4, 3 if bn == 128 else 4, split)
+    if type_ == Type.Q8_0:
+        return TileConfig(128, 256, 64, 8, 3) if m > 1024 else TileConfig(64, 256, 64, 8, 3)
+    if type_ == Type.Q6_K:
+        return TileConfig(64, 128, 128, 4, 2)
+    return TileConfig(128, 128, 64, 4, 3)
 
 
 @triton.jit
@@ -236,9 +240,11 @@ def expert_config(rows_per_expert: int, pair: bool, types: Iterable[Type] = ()) 
     """Tile of the grouped product of matrices of `types`; `pair`: gate and up share a program (two accumulators)."""
     if Type.F32 in types:
         return TileConfig(64, 16 if rows_per_expert <= 16 else 32, 32, 4, 2)
-    if rows_per_expert <= 64:
-        return TileConfig(64, max(16, triton.next_power_of_2(rows_per_expert)), 128, 4, 3)
-    return TileConfig(64 if pair else 128, 128, 64, 8, 3)
+    if rows_per_expert <= 8:
+        return TileConfig(64, 16, 128, 4, 3)
+    if rows_per_expert <= 64:  # routing is uneven: a tile of twice the mean takes most experts in one
+        return TileConfig(64, 64 if rows_per_expert > 16 else 32, 64, 4, 3)
+    return TileConfig(64, 128, 128, 4, 2) if pair else TileConfig(64, 128, 64, 4, 3)
 
 
 def gate_up(

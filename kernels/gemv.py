@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .activations import Activations
 from .device import INTERPRET
-from .formats import Activation, Type
+from .formats import FORMATS, Activation, Type
 from .matrix import QuantMatrix
 from .rowdot import row_dot
 
@@ -74,15 +74,22 @@ def _gemv(
                  (BIAS >> 2) & 1, False, (SCALE >> 2) & 1)  # fmt: skip
 
 
+SMALL = 24 << 20
+"""Bytes up to which a matrix is read in one wave: every thread loads one vector, so all of it is in flight at once."""
+
+
 def tile_config(type_: Type, n: int, k: int) -> tuple[int, int, int]:
     """(BN weight rows, G groups, warps) for a matrix; chosen by measurement, see docs/measurements/kernels.md."""
     if INTERPRET.value:  # whole arrays are cheap there, programs are not
         return 64, 32, 4
     if not QuantFormats.integer(type_):
-        return 4, 128, 4
-    groups = k // 16 if type_ == Type.Q8_0 else k // 32
-    g = min(64, triton.next_power_of_2(groups))
-    return 4, g, 4
+        return (4, 128, 4) if n >= 1024 else (1, 512, 4)
+    groups = triton.next_power_of_2(k // 16 if type_ == Type.Q8_0 else k // 32)
+    if n * FORMATS[type_].row_bytes(k) <= SMALL:
+        return (2, min(64, groups), 4) if groups >= 64 else (4, groups, 4)
+    if type_ == Type.IQ4_XS:
+        return 4, min(32, groups), 2
+    return 2, min(64 if type_ == Type.MXFP4 else 32, groups), 2
 
 
 class QuantFormats:
@@ -90,8 +97,6 @@ class QuantFormats:
 
     @staticmethod
     def integer(type_: Type) -> bool:
-        from .formats import FORMATS
-
         return FORMATS[type_].integer
 
 

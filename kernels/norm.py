@@ -65,17 +65,20 @@ def combine(
 
 @triton.jit
 def _norm(
-    x, add, weight, bias, total, y, q8k, d8k, s8k, q80, d80, eps,
-    D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    x, add, weight, bias, parts, ids, gates, total, y, q8k, d8k, s8k, q80, d80, eps,
+    TOP_K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
     CENTRE: tl.constexpr, TOTAL: tl.constexpr, KIND_K: tl.constexpr, KIND_0: tl.constexpr,
 ):  # fmt: skip
-    """One row: t = x (+ add); y = t / sqrt(mean(t^2) + eps) * weight (+ bias); quantised copies of y."""
+    """One row: t = x (+ add) (+ the experts' weighted sum, TOP_K > 0); y = t / sqrt(mean(t^2) + eps) * weight
+    (+ bias); quantised copies of y."""
     m = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BD)
     ok = i < D
     v = tl.load(x + m * D + i, mask=ok, other=0.0).to(tl.float32)
     if ADD:
         v += tl.load(add + m * D + i, mask=ok, other=0.0).to(tl.float32)
+    if TOP_K > 0:
+        v += _combine_row(tl.program_id(0), i, ok, parts, ids, gates, TOP_K, D)
     if TOTAL:
         tl.store(total + m * D + i, v, mask=ok)
     if CENTRE:
@@ -102,19 +105,22 @@ def norm(
     eps: float,
     *,
     add: torch.Tensor | None = None,
+    experts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
     centre: bool = False,
     kinds: tuple[Activation, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Activations, torch.Tensor]:
-    """RMS norm (layer norm with `centre`) of rows x [M, D] (+ add [M, D]).
+    """RMS norm (layer norm with `centre`) of rows x [M, D] (+ add [M, D]) (+ `combine(*experts)`, with `experts` =
+    (parts [M * k, D], ids [M, k], weights [M, k]): the end of one block and the start of the next in one launch).
 
-    Returns (normalised rows with their quantised planes for `kinds`, the sum x + add as float32 for the residual
-    stream; x itself where nothing is added). ggml: y = x * (1 / sqrtf(mean + eps)) * weight.
+    Returns (normalised rows with their quantised planes for `kinds`, the sum that was normalised as float32 for the
+    residual stream; x itself where nothing is added). ggml: y = x * (1 / sqrtf(mean + eps)) * weight.
     """
     m, d = x.shape
+    sums = add is not None or experts is not None
     y = torch.empty(m, d, dtype=dtype, device=x.device)
-    total = x if add is None else torch.empty(m, d, dtype=torch.float32, device=x.device)
+    total = torch.empty(m, d, dtype=torch.float32, device=x.device) if sums else x
     planes: dict[Activation, Planes] = {k: empty_planes(k, m, d, x.device) for k in kinds if k >= Activation.Q8_0}
     small = [k for k in planes if k != Activation.Q8_K]
     if len(small) > 1:
@@ -123,10 +129,12 @@ def norm(
     bd = triton.next_power_of_2(d)
     fill = y
     _norm[(m,)](
-        x, fill if add is None else add, fill if weight is None else weight, fill if bias is None else bias, total, y,
+        x, fill if add is None else add, fill if weight is None else weight, fill if bias is None else bias,
+        *((fill, fill, fill) if experts is None else experts), total, y,
         *((fill, fill, fill) if pk is None else (pk.q, pk.d, pk.s)), *((fill, fill) if p0 is None else (p0.q, p0.d)),
-        eps, D=d, BD=bd, ADD=add is not None, WEIGHT=weight is not None, BIAS=bias is not None, CENTRE=centre,
-        TOTAL=add is not None, KIND_K=pk is not None, KIND_0=int(small[0]) if small else -1,
+        eps, TOP_K=0 if experts is None else experts[1].shape[1], D=d, BD=bd, ADD=add is not None,
+        WEIGHT=weight is not None, BIAS=bias is not None, CENTRE=centre,
+        TOTAL=sums, KIND_K=pk is not None, KIND_0=int(small[0]) if small else -1,
         num_warps=max(1, min(16, bd // 256)),
     )  # fmt: skip
     out = Activations(y)

@@ -57,17 +57,25 @@ def _route(
             total = tl.where(e == g, float("-inf"), total)
             keep = keep | (group == g)
         score = tl.where(keep, score, float("-inf"))
+    # One reduction a rank: the score's bits made monotonic above, the complement of the index below. Experts already
+    # taken become the least key, below even a score of minus infinity.
+    bits = score.to(tl.int32, bitcast=True)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = tl.where(ok, (bits.to(tl.int64) << 32) | (BE - 1 - e).to(tl.int64), -(2**63))
     r = tl.arange(0, BK)
     chosen = tl.zeros((BK,), tl.int32)
     w = tl.zeros((BK,), tl.float32)
-    taken = e < 0
     for j in tl.static_range(TOP_K):
-        # Experts already taken must lose even against scores of minus infinity, so compare among the others.
-        best = tl.max(tl.where(taken, float("-inf"), score), 0)
-        i = tl.min(tl.where((~taken) & ok & (score == best), e, BE - 1), 0)
-        taken = taken | (e == i)
+        top = tl.max(key, 0)
+        key = tl.where(key == top, -(2**63), key)
+        i = BE - 1 - (top & 0xFFFFFFFF).to(tl.int32)
         chosen = tl.where(r == j, i, chosen)
-        w = tl.where(r == j, tl.sum(tl.where(e == i, p, 0.0), 0), w)
+        if BIAS or GROUPS > 1:
+            w = tl.where(r == j, tl.sum(tl.where(e == i, p, 0.0), 0), w)
+        else:
+            high = (top >> 32).to(tl.int32)
+            high = high ^ ((high >> 31) & 0x7FFFFFFF)
+            w = tl.where(r == j, high.to(tl.float32, bitcast=True), w)
     if GATE == 3:
         w = tl.where(r < TOP_K, w, float("-inf"))
         w = tl.exp(w - tl.max(w, 0))

@@ -27,6 +27,7 @@ from .device import (
     half_bits,
     lut16,
 )  # fmt: skip
+from .rowdot_k import inside
 
 
 @triton.jit
@@ -54,8 +55,7 @@ def step_4bit(
     U16: tl.constexpr = QS + 8
     g = g0 + tl.arange(0, G)
     i = tl.arange(0, 4)
-    in3 = tl.broadcast_to((g < K // 32)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 32)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 32, BN, G)
     row = base.to(tl.pointer_type(tl.uint16), bitcast=True) + n * (K // 32 * U16)
     head = row[:, None] + (g * U16)[None, :]
     if MIN:  # 20 and 24 bytes: whole words
@@ -103,8 +103,7 @@ def step_mxfp4(
     """MXFP4: an E8M0 exponent and 16 bytes of E2M1 nibbles; 17 bytes, so byte loads."""
     g = g0 + tl.arange(0, G)
     i = tl.arange(0, 4)
-    in3 = tl.broadcast_to((g < K // 32)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 32)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 32, BN, G)
     row = base + n * (K // 32 * 17)
     p = row[:, None, None] + (g * 17 + 1)[None, :, None] + 4 * i[None, None, :]
     w = tl.load(p, in3, 0).to(tl.int32)
@@ -134,8 +133,7 @@ def step_q80(
     g = g0 + tl.arange(0, G)
     i = tl.arange(0, 4)
     blk = g // 2
-    in3 = tl.broadcast_to((g < K // 16)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 16)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 16, BN, G)
     row = base.to(tl.pointer_type(tl.uint16), bitcast=True) + n * (K // 32 * 17)
     w = _pair(row[:, None, None] + (blk * 17 + 1 + g % 2 * 8)[None, :, None] + 2 * i[None, None, :], in3)
     d = half_bits(tl.load(row[:, None] + (blk * 17)[None, :], in2, 0))

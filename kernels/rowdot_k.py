@@ -9,7 +9,7 @@ rank gets a layout of its own and a trip through shared memory to join the rest.
 
 Arguments of every step: `acc` tuple of MB float32 [BN, G]; `base` weight pointer (byte, 16-aligned); `n` int64 [BN]
 row numbers; `g0` first group; `K` row length; `xq` int32 words [M, K/4], `xd` float32 [M, K/256], `xs` int32
-[M, K/16] (sums of 16). Rows of x beyond `M` repeat the last one.
+[M, K/16] (sums of 16 in the order of `activations.sum_order`). Rows of x beyond `M` repeat the last one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ import triton
 import triton.language as tl
 
 from .device import IQ4_0, IQ4_1, IQ4_2, IQ4_3, dot4, half_bits, lut16
+
+
+@triton.jit
+def inside(g, GROUPS: tl.constexpr, BN: tl.constexpr, G: tl.constexpr):
+    """Masks [BN, G, 4] and [BN, G] of the groups within a row: constant (so none) where G divides the row."""
+    if GROUPS % G == 0:
+        return tl.full((BN, G, 4), True, tl.int1), tl.full((BN, G), True, tl.int1)
+    else:
+        ok = g < GROUPS
+        return tl.broadcast_to(ok[None, :, None], (BN, G, 4)), tl.broadcast_to(ok[None, :], (BN, G))
 
 
 @triton.jit
@@ -33,8 +43,7 @@ def step_q45k(
     blk = g // 8
     j = (g % 8) // 2
     half = g % 2
-    in3 = tl.broadcast_to((g < K // 32)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 32)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 32, BN, G)
     row = base.to(tl.pointer_type(tl.int32), bitcast=True) + n * (K // 256 * WORDS)
     w = tl.load(row[:, None, None] + (blk * WORDS + QS + (g % 8) * 4)[None, :, None] + i[None, None, :], in3, 0)
     lo = w & 0x0F0F0F0F
@@ -44,20 +53,24 @@ def step_q45k(
         h = h >> (2 * j)[None, :, None]
         lo |= (h & 0x01010101) << 4
         hi |= ((h >> 1) & 0x01010101) << 4
-    head = row[:, None] + (blk * WORDS)[None, :]
-    dd = tl.load(head, in2, 0)
     # Six-bit scales and minima of sub-blocks 2j and 2j+1, two per 16-bit word (ggml's get_scale_min_k4 layout).
-    pair = head.to(tl.pointer_type(tl.uint16), bitcast=True) + (j & 1)[None, :]
-    a = tl.load(pair + 2, in2, 0).to(tl.int32)
-    b = tl.load(pair + 4, in2, 0).to(tl.int32)
-    c = tl.load(pair + 6, in2, 0).to(tl.int32)
+    head = row.to(tl.pointer_type(tl.int64), bitcast=True)[:, None] + (blk * (WORDS // 2))[None, :]
+    w01 = tl.load(head, in2, 0)
+    w23 = tl.load(head + 1, in2, 0)
+    shift = (j & 1)[None, :] * 16
+    dd = w01.to(tl.int32)
+    a = (w01 >> 32).to(tl.int32) >> shift
+    b = w23.to(tl.int32) >> shift
+    c = (w23 >> 32).to(tl.int32) >> shift
     first = (j < 2)[None, :]
     scale = tl.where(first, a & 0x3F3F, (c & 0x0F0F) | ((a >> 2) & 0x3030))
     low = tl.where(first, b & 0x3F3F, ((c >> 4) & 0x0F0F) | ((b >> 2) & 0x3030))
     d = half_bits(dd)
     dmin = half_bits(dd >> 16)
     kx = tl.broadcast_to((blk * 64 + j * 16 + half * 4)[None, :, None] + i[None, None, :], (BN, G, 4))
-    ks = tl.broadcast_to((blk * 16 + j * 4 + half)[None, :], (BN, G))
+    ks = tl.broadcast_to(
+        (g & 0x7FFFFFFF)[None, :], (BN, G)
+    )  # the mask hides that it is contiguous: see xd in rowdot_32
     kd = tl.broadcast_to(blk[None, :], (BN, G))
     out = ()
     for m in tl.static_range(MB):
@@ -65,9 +78,9 @@ def step_q45k(
         px = xq + r * (K // 4) + kx
         dl = tl.sum(dot4(lo, tl.load(px, in3, 0), False), 2)
         dh = tl.sum(dot4(hi, tl.load(px + 8, in3, 0), False), 2)
-        ps = xs + r * (K // 16) + ks
-        s0 = tl.load(ps, in2, 0)
-        s1 = tl.load(ps + 2, in2, 0)
+        sums = tl.load(xs.to(tl.pointer_type(tl.int64), bitcast=True) + r * (K // 32) + ks, in2, 0)
+        s0 = sums.to(tl.int32)
+        s1 = (sums >> 32).to(tl.int32)
         dx = tl.load(xd + r * (K // 256) + kd, in2, 0.0)
         total = (dl * (scale & 0xFF) + dh * (scale >> 8)).to(tl.float32)
         lows = ((low & 0xFF) * s0 + (low >> 8) * s1).to(tl.float32)
@@ -85,8 +98,7 @@ def step_q6k(
     blk = g // 8
     h = (g % 8) // 4
     q = g % 4
-    in3 = tl.broadcast_to((g < K // 32)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 32)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 32, BN, G)
     row = base.to(tl.pointer_type(tl.uint16), bitcast=True) + n * (K // 256 * 105)
     pl = row[:, None, None] + (blk * 105 + h * 32 + q * 8)[None, :, None] + 2 * i[None, None, :]
     ph = row[:, None, None] + (blk * 105 + 64 + h * 16 + (q % 2) * 8)[None, :, None] + 2 * i[None, None, :]
@@ -101,7 +113,7 @@ def step_q6k(
     s0 = tl.load(sc, in2, 0).to(tl.int32)
     s1 = tl.load(sc + 4, in2, 0).to(tl.int32)
     kx = tl.broadcast_to((blk * 64 + h * 32 + q * 4)[None, :, None] + i[None, None, :], (BN, G, 4))
-    ks = tl.broadcast_to((blk * 16 + h * 8 + q)[None, :], (BN, G))
+    ks = tl.broadcast_to((blk * 16 + h * 8 + q % 2 * 2 + q // 2)[None, :], (BN, G))
     kd = tl.broadcast_to(blk[None, :], (BN, G))
     out = ()
     for m in tl.static_range(MB):
@@ -127,8 +139,7 @@ def step_iq4xs(
     i = tl.arange(0, 4)
     blk = g // 8
     sub = g % 8
-    in3 = tl.broadcast_to((g < K // 32)[None, :, None], (BN, G, 4))
-    in2 = tl.broadcast_to((g < K // 32)[None, :], (BN, G))
+    in3, in2 = inside(g, K // 32, BN, G)
     row = base.to(tl.pointer_type(tl.int32), bitcast=True) + n * (K // 256 * 34)
     w = tl.load(row[:, None, None] + (blk * 34 + 2 + sub * 4)[None, :, None] + i[None, None, :], in3, 0)
     lo, hi = lut16(w, IQ4_0, IQ4_1, IQ4_2, IQ4_3)

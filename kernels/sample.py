@@ -39,9 +39,7 @@ def _first(logits, out, stat, V, blocks, B: tl.constexpr, KEEP: tl.constexpr):
     at = m * blocks + b
     tl.store(stat + at * 2, top)
     tl.store(stat + at * 2 + 1, tl.sum(tl.exp(x - safe), 0))
-    keys = tl.sort(_keys(x, i), descending=True)
-    r = tl.arange(0, B)
-    tl.store(out + at * KEEP + r, keys, mask=r < KEEP)
+    tl.store(out + at * KEEP + tl.arange(0, KEEP), tl.topk(_keys(x, i), KEEP))
 
 
 @triton.jit
@@ -50,9 +48,8 @@ def _again(keys, out, count, blocks, B: tl.constexpr, KEEP: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1)
     i = b * B + tl.arange(0, B)
-    v = tl.sort(tl.load(keys + m * count + i, mask=i < count, other=-(2**63)), descending=True)
-    r = tl.arange(0, B)
-    tl.store(out + (m * blocks + b) * KEEP + r, v, mask=r < KEEP)
+    v = tl.topk(tl.load(keys + m * count + i, mask=i < count, other=-(2**63)), KEEP)
+    tl.store(out + (m * blocks + b) * KEEP + tl.arange(0, KEEP), v)
 
 
 @triton.jit

@@ -215,11 +215,13 @@ def step_rows(timer: Timer) -> dict[str, float]:
             q, kv, kv, rope, zero, cache=cache, cell=zero, heads=heads, head_size=size, q_weight=qw, k_weight=qw),
         "router 8 of 128": lambda: route(logits, TOP_K, normalise=True),
         "combine 8 x 2048": lambda: combine(parts, ids, gate, x),
+        "combine + norm + add + q8_K": lambda: norm(
+            x, w, 1e-6, add=add, experts=(parts, ids, gate), kinds=(Activation.Q8_K,)),
         "prefilter top 64 of 151936": lambda: prefilter(vocab, 64),
     }  # fmt: skip
     for n, p in pos.items():
         calls[f"attention decode, {n} positions"] = lambda p=p: attention_decode(  # type: ignore[misc]
-            q3, cache, table, zero, p, AttentionSpec(0.088)
+            q3, cache, table, zero, p, AttentionSpec(0.088), quantize_to=Activation.Q8_K
         )
     rows = 2048
     qp = torch.randn(rows, 32, 128, device=d).half()

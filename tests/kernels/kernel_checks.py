@@ -155,7 +155,7 @@ def check_attention(
     pos = torch.tensor(position, dtype=torch.int32, device=DEVICE)
     seq = torch.tensor(sequence, dtype=torch.int32, device=DEVICE)
     if decode:
-        y = attention_decode(q, cache, table, seq, pos, spec)
+        y = attention_decode(q, cache, table, seq, pos, spec).x
     else:
         runs, at = [], 0
         for s, m in enumerate(new):

@@ -35,7 +35,7 @@ def test_quantise_bit_for_bit(kind: Activation) -> None:
     q, d, s = q8_reference(x.cpu().numpy(), kind)
     assert np.array_equal(p.q.cpu().numpy().reshape(-1), q.reshape(-1))
     got_d = p.d if kind == Activation.Q8_K else p.d[..., 0]
-    got_s = p.s if kind == Activation.Q8_K else p.d[..., 1]
+    got_s = p.s.view(-1, 4)[:, [0, 2, 1, 3]] if kind == Activation.Q8_K else p.d[..., 1]
     assert np.array_equal(got_d.cpu().numpy().reshape(-1).astype(np.float64), d)
     assert np.array_equal(got_s.cpu().numpy().reshape(-1).astype(np.float64), s)
 
@@ -96,3 +96,16 @@ def test_norm_without_weight_or_sum() -> None:
     assert total is x
     want = x.double() / torch.sqrt((x.double() ** 2).mean(1, keepdim=True) + 1e-5)
     assert nmse(y.x, want.cpu().numpy()) <= 1e-12
+
+
+def test_norm_after_experts() -> None:
+    """The experts' sum joins the residual inside the norm; a pair without a slot counts nothing, even if NaN."""
+    x, parts, gates = rows(2, 256, 13), rows(4, 256, 14), rows(2, 2, 15)
+    ids = torch.tensor([[3, -1], [0, 5]], dtype=torch.int32, device=DEVICE)
+    parts[1] = float("nan")
+    y, total = norm(x, None, 1e-5, experts=(parts, ids, gates))
+    want = x.double().clone()
+    for p in (0, 2, 3):
+        want[p // 2] += gates[p // 2, p % 2].double() * parts[p].double()
+    assert nmse(total, want.cpu().numpy()) <= 1e-12
+    assert torch.equal(y.x, norm(total, None, 1e-5)[0].x)

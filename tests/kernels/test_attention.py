@@ -8,7 +8,9 @@ import torch
 from kernel_cases import DEVICE, nmse, rows
 from kernel_checks import check_attention, fill_cache
 
-from ftgguf.kernels.attention import AttentionSpec
+from ftgguf.kernels.activations import quantize
+from ftgguf.kernels.attention import AttentionSpec, attention_decode
+from ftgguf.kernels.formats import Activation
 from ftgguf.kernels.rope import Rope, qk_norm_rope_write, rope_frequencies
 
 SPECS = {
@@ -37,6 +39,19 @@ def test_cache_types(kind: str, decode: bool) -> None:
 def test_head_sizes(hd: int, hv: int) -> None:
     check_attention([35], [1], (2, 2), (hd, hv), "f16", SPECS["plain"], decode=True)
     check_attention([35], [3], (2, 2), (hd, hv), "f16", SPECS["plain"], decode=False)
+
+
+@pytest.mark.parametrize(("kind", "hv"), [(Activation.Q8_0, 64), (Activation.Q8_K, 128), (Activation.Q8_K, 80)])
+def test_output_quantised_for_the_next_product(kind: Activation, hv: int) -> None:
+    """The planes that the merge writes (or, for odd head sizes, leaves to be computed) equal separate quantising."""
+    cache, table, _, _ = fill_cache([40], 2, (64, hv), "f16", 5)
+    heads = 16 if hv == 80 else 4
+    q = rows(2, heads * 64, 6).view(2, heads, 64)
+    at = torch.tensor([39, 20], dtype=torch.int32, device=DEVICE)
+    y = attention_decode(q, cache, table, at * 0, at, SPECS["plain"], quantize_to=kind)
+    again = quantize(y.x, kind)
+    for a, b in zip((y.planes(kind).q, y.planes(kind).d, y.planes(kind).s), (again.q, again.d, again.s), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_q8_cache_is_ggml_q8() -> None:
