@@ -1,4 +1,4 @@
-"""Which CPU weight layout is chosen: the rules of engine/layout.py, whose numbers come from docs/measurements/cpu.md."""
+"""Which CPU weight layout is chosen: the rules of engine/layout.py; its numbers are in docs/measurements/cpu.md."""
 
 from __future__ import annotations
 
