@@ -13,6 +13,7 @@ import ipaddress
 import os
 import platform
 import random
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +114,8 @@ class Client:
 
     def allow_credential(self, url: str, authorization: str) -> None:
         """Send this `Authorization` to the origin of `url`, and only there. Https, or this machine."""
+        if not re.fullmatch(r"[\x20-\x7e]+", authorization):
+            raise Refused("the token has characters that no token has: look at HF_TOKEN or --hf-token")
         origin = Origin.of(httpx.URL(url))
         if origin.scheme == "http" and not is_loopback(origin.host):
             raise Refused(f"a token is not sent to {origin.host} over plain http: use https")

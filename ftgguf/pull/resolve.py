@@ -14,7 +14,7 @@ from pathlib import Path
 from ftgguf.flags.config import ModelConfig, ServerConfig
 from ftgguf.gguf import open_gguf
 from ftgguf.pull.client import NetOptions
-from ftgguf.pull.demo import DemoError, resolve_demo, resolve_stories
+from ftgguf.pull.demo import NEEDED_BYTES, DemoError, resolve_demo, resolve_stories
 from ftgguf.pull.errors import NameResolutionError, NotFound, Offline, PullError, Unreachable
 from ftgguf.pull.hub import local_hub, pull_hub
 from ftgguf.pull.layers import Extras, apply_params, apply_template, read_extras
@@ -208,7 +208,13 @@ def _others(session: Session) -> str:
 def _builtin(name: str, report: Report) -> Path:
     if name == "stories":
         return resolve_stories()
-    return resolve_demo(lambda stage, fraction: report(Event(f"{stage} demo", "", 1000, int(1000 * fraction))))
+    sizes = {"download": 92_900_000, "unpack": 98_000_000, "upcycle": 248_000_000}
+
+    def progress(stage: str, fraction: float) -> None:
+        total = sizes.get(stage, NEEDED_BYTES)
+        report(Event(f"{stage} demo", "", total, int(total * fraction)))
+
+    return resolve_demo(progress)
 
 
 def _report(progress: Progress | None) -> Report:

@@ -48,8 +48,12 @@ class Session:
     hosts: tuple[str, ...] | None = None
     """Hosts that may be asked (for pulls that come in over HTTP); None: any."""
 
+    cancelled: Callable[[], bool] = lambda: False
+    """Asked while the network is waited for; a report that raises cancels as well."""
+
     def __post_init__(self) -> None:
         self.client = Client(self.options)
+        self.client.cancelled = self.cancelled
         self.client.notice = self.say
 
     def __enter__(self) -> Session:

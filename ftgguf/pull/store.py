@@ -242,13 +242,12 @@ class Store:
         return None if None in entries else [entry.manifest for entry in entries if entry is not None]
 
     def remove_stale(self) -> None:
-        """Drop partial downloads that nobody continued for two weeks and nobody holds."""
+        """Drop partial downloads that nobody continued for two weeks."""
         folder = self.root / "partial"
         limit = time.time() - STALE_SECONDS
         with suppress(OSError):
             for path in folder.iterdir():
-                lock = self.root / "locks" / f"{path.name.removesuffix('.json')}.lock"
-                if path.stat().st_mtime < limit and not lock.exists():
+                if path.stat().st_mtime < limit:  # one that is under way is written to all the time
                     remove(path)
 
     # ---------------------------------------------------------------------------------------------------- the file

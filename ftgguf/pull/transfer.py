@@ -92,6 +92,7 @@ class Transfer:
         self.report = report
         self.validator = ""
         """ETag, from the first answer."""
+        self._outer_cancelled = client.cancelled
         self._direct: str | None = None
         self._stop = threading.Event()
         self._ranged = threading.Event()
@@ -176,8 +177,7 @@ class Transfer:
         self._ranged.clear()
         self._failure = None
         threads: list[threading.Thread] = []
-        outer_cancelled = self.client.cancelled
-        self.client.cancelled = lambda: self._stop.is_set() or outer_cancelled()
+        self.client.cancelled = lambda: self._stop.is_set() or self._outer_cancelled()
         with (
             self._disk_errors(),
             self.partial.open("r+b", buffering=0) as file,
@@ -191,7 +191,7 @@ class Transfer:
                 return result
             finally:
                 self._halt(threads)
-                self.client.cancelled = outer_cancelled
+                self.client.cancelled = self._outer_cancelled
                 if self.journal.exists() or spans.completed < spans.total:
                     with suppress(OSError):
                         spans.save(self.journal)
@@ -223,8 +223,13 @@ class Transfer:
         buffer = memoryview(bytearray(_READ))
         hashed, begun = 0, time.monotonic()
         while hashed < spans.total:
+            working = any(thread.is_alive() for thread in threads)
             if self._failure is not None:
                 raise self._failure
+            if self._outer_cancelled():
+                raise Cancelled(f"{self.item.label}: cancelled, what came is kept")
+            if not working and spans.frontier == hashed:
+                raise PullError(f"{self.item.label}: the download ended without its last bytes: try again")
             if len(threads) < self.client.options.connections and self._ranged.is_set():
                 self._start(threads, spans, handle, self._wanted(spans, begun) - len(threads))
             ready = min(spans.frontier - hashed, _READ)

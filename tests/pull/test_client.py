@@ -82,6 +82,8 @@ def test_a_credential_goes_to_its_origin_only(source: FakeSource, server: Runnin
         client.read(f"http://{server.other}/x", 1000)
         with pytest.raises(Refused, match="plain http"):
             client.allow_credential("http://192.0.2.1/", "Bearer secret")
+        with pytest.raises(Refused, match="characters that no token has"):
+            client.allow_credential(server.url, "Bearer x\r\nHost: y")
     assert [seen.headers.get("authorization") for seen in source.seen] == ["Bearer secret", None]
 
 

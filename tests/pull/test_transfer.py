@@ -346,4 +346,11 @@ def test_cancel_ends_at_once(source: FakeSource, server: Running, folder: Path, 
         with pytest.raises(Cancelled):
             Transfer(client, item, folder, "key", report).run()
     assert time.monotonic() - begun < 20
+    begun = time.monotonic()
+    with Client(replace(FAST, stall=60.0)) as client:  # nobody reports while every answer says 503: asked instead
+        source.faults = Faults(statuses=[503] * 99, retry_after="200")
+        client.cancelled = lambda: time.monotonic() - begun > 0.2
+        with pytest.raises(Cancelled):
+            Transfer(client, item, folder, "other", lambda _a, _b: None).run()
+    assert time.monotonic() - begun < 20
     assert not [thread for thread in threading.enumerate() if thread.name == "pull"]
