@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Activations as ggml's CPU backend rounds them before a product: Q8_0, Q8_1, Q8_K, F16, BF16.
 
 Bit for bit what ggml's x86 backend computes (`quantize_row_q8_0`, `_q8_1`: scale 127/amax, ties to even; its C
@@ -19,7 +19,7 @@ from .formats import Activation
 
 
 @triton.jit
-def quantize_block(x, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr):  # type: ignore[no-untyped-def]
+def quantize_block(x, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr):
     """Quantise float32 [R, B], one block a row (B = 256 for Q8_K, 32 for Q8_0 and Q8_1).
 
     Returns (q int32 [R, B], d float32 [R], s [R, B // 16] int32 for Q8_K, else [R] float32: the sum, times d for Q8_1).
@@ -51,7 +51,7 @@ def quantize_block(x, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr):  # 
 @triton.jit
 def store_block(
     q, d, s, xq, xd, xs, row, b, ok, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """Store blocks `b` [R] of row `row` (scalar or [R]) where `ok` [R]."""
     row = row.to(tl.int64)
     at = tl.arange(0, B)
@@ -69,7 +69,7 @@ def store_block(
 @triton.jit
 def _quantize(
     x, xq, xd, xs, blocks, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     """x float [M, K] -> planes; `blocks` = M * K / B, R of them in each program."""
     i = tl.program_id(0) * R + tl.arange(0, R)
     ok = i < blocks

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Attention over a paged KV cache: what decode and prefill share, and their launchers.
 
 Row m attends to positions 0..position[m] of its sequence; position p of sequence s lives in cell

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Any weight type to float32, one element at a time: the generic path, the embedding look-up and the reference that
 the packed kernels are checked against. Layouts: ggml's block definitions; oracle: the gguf package's dequantisers."""
 

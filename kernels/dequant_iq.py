@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The lattice formats (IQ1, IQ2, IQ3) to float32, one element at a time, and their grids as device tables.
 
 The grids are data of the formats; they are taken from the gguf package. The sign table of IQ2_XXS, IQ2_XS and IQ3_XXS

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Device functions shared by the kernels: packed integer dot, nibble tables, exact rounding, pointers.
 
 Each one that needs a machine instruction has a plain body for the Triton interpreter, which rejects inline assembly.

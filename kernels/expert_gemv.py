@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Experts for few rows: one program per (routed pair, tile of weight rows), reading slots by address.
 
 A pair p = row * k + rank. `ids[p]` is its slot, negative where the expert is not on this device: the programs of such
@@ -96,7 +96,7 @@ def groups(type_: Type, k: int) -> int:
     """Groups a program takes at once for a matrix of row length `k`."""
     if not QuantFormats.integer(type_):
         return 128
-    return min(32, triton.next_power_of_2(k // (16 if type_ == Type.Q8_0 else 32)))
+    return int(min(32, triton.next_power_of_2(k // (16 if type_ == Type.Q8_0 else 32))))
 
 
 def _operands(m: ExpertMatrix, x: Activations) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Products with more than 8 rows on the tensor cores: a plain matrix, and experts by tiles of routed rows.
 
 Weights are the left operand (they come out of registers), activations the right one, so a tile of 16 rows costs no

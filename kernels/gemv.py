@@ -1,5 +1,5 @@
 # ruff: noqa: SIM300
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Products with 1 to 8 rows: up to three matrices that share their input in one launch."""
 
 from __future__ import annotations

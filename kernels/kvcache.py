@@ -22,7 +22,7 @@ class KVCache:
 
     @property
     def quantised(self) -> bool:
-        return self.k.dtype == torch.int8
+        return bool(self.k.dtype == torch.int8)
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """(k, v, k_scale, v_scale); for float caches the scales are placeholders."""

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """RMS and layer normalisation fused with what surrounds them in a block: the experts' weighted sum, the residual
 addition before, the quantisation for the next product after."""
 

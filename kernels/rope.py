@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Rotary embedding with everything around it in one launch: query and key norms, rotation, writing the KV cache."""
 
 from __future__ import annotations

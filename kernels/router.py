@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Expert selection: gating function, selection bias, group limit, top-k, normalisation, scale; one program a row."""
 
 from __future__ import annotations

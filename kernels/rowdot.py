@@ -1,5 +1,6 @@
 # ruff: noqa: RUF005
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The dot products of a tile of weight rows with up to eight activation rows, for any type: the core of the
 few-row kernels."""
 

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF005
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Integer dot products of the 32-element formats (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4) with Q8_0 or Q8_1.
 
 Same tile and arguments as rowdot_k, except `xd` float32 [M, K/32, 2]: the f16-rounded scale, and the block's sum (Q8_0)

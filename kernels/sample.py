@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Sampling prefilter: the k largest logits of a row and the log of the sum of exponentials, so that only a few numbers
 leave the device.
 

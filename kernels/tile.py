@@ -1,5 +1,5 @@
 # ruff: noqa: SIM300
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Tiles of weights in floating point for the tensor cores.
 
 A packed format is read in chunks of 16 bytes that hold 32 weights: the low nibbles are 16 consecutive columns, the

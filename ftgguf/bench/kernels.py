@@ -212,8 +212,13 @@ def main() -> None:
     if args.workers:
         major, minor = torch.cuda.get_device_capability()
         capability = major * 10 + minor
-        jobs = [(capability, s, [t], s in args.sweep) for s in ("tiles", "expert tiles", "gemv", "experts") for t in types
-                if s == "gemv" or t in TUNED] + [(capability, "step", [], False)]  # fmt: skip
+        jobs = [
+            (capability, s, [t], s in args.sweep)
+            for s in ("tiles", "expert tiles", "gemv", "experts")
+            for t in types
+            if s == "gemv" or t in TUNED
+        ]
+        jobs.append((capability, "step", [], False))
         import multiprocessing
 
         with ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn")) as pool:

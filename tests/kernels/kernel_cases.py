@@ -242,7 +242,7 @@ class ExpertCase:
 
     def product(self, name: str, expert: int, x: F64) -> F64:
         m: ExpertMatrix = getattr(self.weights, name)
-        y = x @ dequantized(m.type, self.raw[name][expert]).T
+        y: F64 = x @ dequantized(m.type, self.raw[name][expert]).T
         if m.scale is not None:
             y = y * self.extra["scale"][name][expert]
         if m.bias is not None:
@@ -252,7 +252,10 @@ class ExpertCase:
 
 def activation_reference(name: str, g: F64, u: F64, limit: float, limit2: float) -> F64:
     """The formulas of llama-server's documentation table of expert activations, in float64."""
-    sig = lambda v: 1 / (1 + np.exp(-v))  # noqa: E731
+
+    def sig(v: F64) -> F64:
+        return np.asarray(1 / (1 + np.exp(-np.clip(v, -700, 700))))
+
     if name == "silu":
         return g * sig(g) * u
     if name == "silu_clamp":

@@ -123,7 +123,9 @@ def fill_cache(
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("nan"))
     table = np.full((len(lengths), max(need) + 1), len(pages) - 1, np.int32)
-    keys, values, at = [], [], 0
+    keys: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    at = 0
     for s, n in enumerate(lengths):
         table[s, : need[s]] = pages[at : at + need[s]]
         at += need[s]
