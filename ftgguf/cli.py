@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from ftgguf import __version__
 
+OPENMP_SPINS = "1000"
+"""See `_calm_openmp`."""
+
 USAGE = """usage: ftgguf COMMAND ...
 
   serve   the HTTP server; takes llama-server's flags           ftgguf serve -m model.gguf -c 16384
@@ -61,7 +64,7 @@ def _calm_openmp() -> None:
     token/s with it and 8.7 with this, and on two idle cores 54 with either (2026-11-30).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
 
 
 def server_main() -> int:

@@ -68,7 +68,7 @@ def _say(stage: str, fraction: float) -> None:
 def settings_of(config: ServerConfig, info: dict[str, Any]) -> dict[str, Any]:
     """llama-bench's fields that do not depend on the test, then `engine`, `layout`, `layout_reason`."""
     context, placement = config.context, config.placement
-    on_gpu = bool(info.get("gpu"))
+    on_gpu = info.get("device", "CPU") != "CPU"
     return {
         "build_commit": __version__,
         "build_number": 0,

@@ -12,6 +12,8 @@ import sys
 import threading
 from typing import IO, Any
 
+from ftgguf.cli import OPENMP_SPINS
+
 
 class ChildError(RuntimeError):
     """The worker failed, died or hung; the text says which."""
@@ -37,16 +39,32 @@ class Tail:
         return " | ".join(line for line in self._lines if line)
 
 
-class Child:
-    """`python -m ftgguf.bench.worker` in a process group of its own."""
+def peer_environment() -> dict[str, str]:
+    """The environment for a peer: without the OpenMP setting that our own command line made (`cli._calm_openmp`)."""
+    env = dict(os.environ)
+    if env.get("GOMP_SPINCOUNT") == OPENMP_SPINS:
+        del env["GOMP_SPINCOUNT"]
+    return env
 
-    def __init__(self, timeout: float) -> None:
+
+def openmp_note(*, ours: bool) -> str:
+    """How this side's OpenMP threads wait at barriers: it decides speeds on a machine that is not quiet."""
+    env = os.environ if ours else peer_environment()
+    found = [f"{name}={env[name]}" for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT") if name in env]
+    return "OpenMP waiting: " + (" ".join(found) or "its default")
+
+
+class Child:
+    """`python -m ftgguf.bench.worker` in a process group of its own. `ours`: with our own OpenMP setting."""
+
+    def __init__(self, timeout: float, *, ours: bool = True) -> None:
         self._timeout = timeout
         self._process = subprocess.Popen(
             [sys.executable, "-m", "ftgguf.bench.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env=None if ours else peer_environment(),
             # not in the terminal's group: Ctrl-C is the parent's to handle, which keeps what was measured
             start_new_session=True,
         )

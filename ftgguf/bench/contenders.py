@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ftgguf.bench.child import openmp_note, peer_environment
 from ftgguf.bench.client import RequestFailed, Target, identify
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import Peer
@@ -95,12 +96,15 @@ def peer_command(peer: Peer, flags: list[str]) -> list[str]:
 
 def _local(side: Contestant, command: list[str], options: Options) -> Callable[[], AbstractContextManager[Running]]:
     side.command = shlex.join(command)
+    side.notes.append(openmp_note(ours=side.ours))
 
     @contextmanager
     def up() -> Iterator[Running]:
         with (
             tempfile.TemporaryDirectory(prefix="ftgguf-bench-") as folder,
-            Server(command, Path(folder) / "log.txt", options.timeout) as server,
+            Server(
+                command, Path(folder) / "log.txt", options.timeout, None if side.ours else peer_environment()
+            ) as server,
         ):
             target = identify(server.url, "", options.timeout)
             side.load_seconds = server.load_seconds

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ftgguf.bench.child import Child, ChildError
+from ftgguf.bench.child import Child, ChildError, openmp_note
 from ftgguf.bench.options import Options
 from ftgguf.bench.outputs import Greedy, compare, compare_tokens
 from ftgguf.bench.plan import SpeedTest, random_tokens
@@ -96,15 +96,20 @@ class Duel:
                 self._note_memory(other)
                 other.end()
         say(f"loading {side.contestant.name}")
-        side.child = Child(self.options.timeout)
+        side.child = Child(self.options.timeout, ours=side.contestant.ours)
         facts = side.child.ask("load", engine=side.engine, argv=self.argv[side.contestant.ours])
         c = side.contestant
         c.build, c.isa, c.layout = facts["build"], list(facts["isa"]), facts["layout"]
         c.load_seconds = facts["load_seconds"]
-        c.notes = list(facts["notes"])
+        c.notes = [openmp_note(ours=c.ours), *facts["notes"]]
         c.command = " ".join(["libllama" if not c.ours else "ftgguf", *self.argv[c.ours]])
         side.n_vocab = facts["n_vocab"]
         ours = self.sides[0].contestant
+        if c.ours and facts["device"] != "CPU":
+            text = (
+                f"ours runs on {facts['device']} and libllama of this wheel on the CPU: give -ngl 0 or --llama-server"
+            )
+            self.report.trouble(NOT_COMPARABLE, text)
         if not c.ours:
             c.lower_isa = missing_isa(ours.isa, c.isa)
             if c.lower_isa:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from ftgguf.bench import host
+from ftgguf.bench.child import peer_environment
 from ftgguf.bench.client import RequestFailed, identify
 from ftgguf.bench.contenders import peer_command, peer_flags
 from ftgguf.bench.in_process import say
@@ -55,7 +56,7 @@ def _measured(trial: Trial, command: list[str], timeout: float) -> Trial:
     """The trial's memory and speeds: one prompt of PROMPT tokens, then GEN tokens, after a warm-up."""
     n, moe = trial.ubatch, trial.n_cpu_moe
     with tempfile.TemporaryDirectory(prefix="ftgguf-sweep-") as folder:
-        server = Server(command, Path(folder) / "log.txt", timeout)
+        server = Server(command, Path(folder) / "log.txt", timeout, peer_environment())
         try:
             with server:
                 target = identify(server.url, "", timeout)

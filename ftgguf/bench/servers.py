@@ -43,12 +43,13 @@ class Server:
     Raises ServerError from `__enter__` if it ends or does not answer 200 at /health within `timeout` seconds.
     """
 
-    def __init__(self, command: list[str], log: Path, timeout: float) -> None:
+    def __init__(self, command: list[str], log: Path, timeout: float, env: dict[str, str] | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [*command, "--host", "127.0.0.1", "--port", str(self.port)]
         self.log = log
         self._timeout = timeout
+        self._env = env
         self.load_seconds = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self.memory: MemoryWatch | None = None
@@ -57,7 +58,12 @@ class Server:
         started = time.perf_counter()
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=self._env,
             )
         try:
             self._wait()

@@ -30,6 +30,7 @@ class Facts:
     n_vocab: int
     description: str
     load_seconds: float
+    device: str = "CPU"
     notes: tuple[str, ...] = ()
 
 
@@ -85,6 +86,7 @@ class OursStepper:
             n_vocab=self._executor.n_vocab,
             description=f"{info['architecture']} {info['file_type']}",
             load_seconds=time.perf_counter() - started,
+            device=str(info.get("device", "CPU")),
             notes=tuple(info.get("notes", ())),
         )
 

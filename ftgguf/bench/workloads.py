@@ -16,6 +16,8 @@ SUFFIXES = (1, 16, 64, 256)
 STREAMS = (1, 2, 4)
 BURST_S = 50e-6
 """Tokens closer than this came in one piece: no engine decodes at 20,000 tokens a second here."""
+FIRST = 128
+"""Tokens of a long generation that are reported apart from the rest."""
 SHORT = 32
 """Tokens of a prompt that is only there to start a generation."""
 
@@ -171,6 +173,11 @@ class Bench:
     def _decoded(self, name: str, answer: Answer) -> None:
         self._add(name, "tok/s", [answer.decode_rate], faster=True)
         self._add(name, "gap ms", [g * 1e3 for g in answer.token_gaps], faster=False, pooled=True)
+        if answer.counted and len(answer.arrivals) >= 2 * FIRST:
+            # an expert cache that is still warming up shows in the first tokens
+            first, rest = answer.arrivals[:FIRST], answer.arrivals[FIRST - 1 :]
+            for part, times in ((f"first {FIRST}", first), ("the rest", rest)):
+                self._add(f"{name}, {part}", "tok/s", [(len(times) - 1) / (times[-1] - times[0])], faster=True)
         bursts = sum(g < BURST_S for g in answer.token_gaps)
         if bursts > len(answer.token_gaps) / 4:
             self._note("tokens reach the client in bursts: look at p90 and p99 of the gaps, not at p50")

@@ -45,3 +45,17 @@ def test_a_hang_is_killed_after_the_limit(child: Child) -> None:
 def test_exit_reasons() -> None:
     assert exit_reason(3) == "ended with status 3"
     assert exit_reason(-11) == "was killed by SIGSEGV"
+
+
+def test_our_openmp_setting_is_not_handed_to_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer runs as its users run it; what the user set goes to both."""
+    from ftgguf.bench.child import openmp_note, peer_environment
+    from ftgguf.cli import OPENMP_SPINS
+
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.setenv("GOMP_SPINCOUNT", OPENMP_SPINS)
+    assert "GOMP_SPINCOUNT" not in peer_environment()
+    assert openmp_note(ours=True) == f"OpenMP waiting: GOMP_SPINCOUNT={OPENMP_SPINS}"
+    assert openmp_note(ours=False) == "OpenMP waiting: its default"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "77")
+    assert peer_environment()["GOMP_SPINCOUNT"] == "77"

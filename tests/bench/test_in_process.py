@@ -90,9 +90,9 @@ def test_one_at_a_time_when_memory_is_short(tmp_path: Path, monkeypatch: pytest.
     most = 0
     start, end = Child.__init__, Child.end
 
-    def counted_start(self: Child, timeout: float) -> None:
+    def counted_start(self: Child, timeout: float, **fields: Any) -> None:
         nonlocal most
-        start(self, timeout)
+        start(self, timeout, **fields)
         alive.add(self.pid)
         most = max(most, len(alive))
 
