@@ -25,7 +25,7 @@ CODE = "import sys; from ftgguf.cli import main; sys.exit(main(sys.argv[1:]))"
 @contextmanager
 def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """(process, address, start-up text) of a server that is ready."""
-    command = [sys.executable, "-c", CODE, "serve", "-m", str(MODEL), "-c", "512", "-np", "2", *flags]
+    command = [sys.executable, "-c", CODE, "serve", "-m", str(MODEL), "-c", "512", "-np", "2", "-t", "1", *flags]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     try:
