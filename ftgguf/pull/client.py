@@ -126,10 +126,11 @@ class Client:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
             timeout = httpx.Timeout(self.options.stall, connect=self.options.connect)
             headers = {"User-Agent": USER_AGENT, "Accept-Encoding": "identity"}
-            direct = httpx.HTTPTransport(limits=limits)  # a proxy cannot reach this machine's loopback
+            trust = httpx.create_ssl_context()  # one for both: reading the certificates takes a while
+            direct = httpx.HTTPTransport(verify=trust, limits=limits)  # a proxy cannot reach this machine's loopback
             mounts = {f"all://{host}": direct for host in ("127.0.0.1", "localhost", "[::1]")}
             try:
-                self._http = httpx.Client(headers=headers, timeout=timeout, limits=limits, mounts=mounts)
+                self._http = httpx.Client(verify=trust, headers=headers, timeout=timeout, limits=limits, mounts=mounts)
             except (ImportError, ValueError) as error:
                 raise PullError(
                     f"the proxy in the environment cannot be used ({error}): set HTTPS_PROXY anew"
