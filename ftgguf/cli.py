@@ -1,8 +1,8 @@
-"""The command line: `ftgguf serve | run | pull | bench`, and `ftgguf-server`, llama-server's command line as it is."""
+"""The command line: `ftgguf serve | run | pull ...`, and `ftgguf-server`, llama-server's command line as it is."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -15,13 +15,35 @@ OPENMP_SPINS = "1000"
 USAGE = """usage: ftgguf COMMAND ...
 
   serve   the HTTP server; takes llama-server's flags           ftgguf serve -m model.gguf -c 16384
-  run     one answer, or a chat in the terminal                 ftgguf run demo "What is the capital of France?"
-  pull    get a model without running it                        ftgguf pull demo
+  run     one answer, or a chat in the terminal                 ftgguf run demo "Why is the sky blue?"
+  pull    get a model without running it                        ftgguf pull qwen3:30b
+  list    the models that are here
+  show    what a model is and where it would run                ftgguf show demo
+  rm, cp  delete, copy a pulled model
+  create  a model from a Modelfile                              ftgguf create mine -f Modelfile
   bench   speed of a model here, also against llama.cpp         ftgguf bench -m model.gguf --against llama.cpp
   proxy   compare two servers on a client's real traffic        ftgguf proxy --a URL --b URL
+  doctor  what this machine has, and what will not work
+  plan    where each part of a model would go                   ftgguf plan model.gguf
 
-`ftgguf COMMAND --help` lists what a command takes. Models: a .gguf file, `demo` or `stories`.
+`ftgguf COMMAND --help` lists what a command takes. Models: a .gguf file, `demo`, `stories`, a name as Ollama has them
+(`qwen3:30b`), or `hf.co/user/repo:Q4_K_M`.
 """
+
+COMMANDS = {
+    "run": "ftgguf.terminal.main:main",
+    "pull": "ftgguf.pull.commands:pull",
+    "list": "ftgguf.pull.commands:list_models",
+    "show": "ftgguf.pull.commands:show",
+    "rm": "ftgguf.pull.commands:rm",
+    "cp": "ftgguf.pull.commands:cp",
+    "create": "ftgguf.pull.commands:create",
+    "bench": "ftgguf.bench.main:main",
+    "proxy": "ftgguf.proxy.main:main",
+    "doctor": "ftgguf.engine.doctor:main",
+    "plan": "ftgguf.engine.plan:main",
+}
+"""Command -> the function that takes its arguments and returns the exit status; imported only when it is asked for."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,20 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] in ("--version", "version"):
         print(f"ftgguf {__version__}")
         return 0
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "serve": serve,
-        "run": run,
-        "pull": pull,
-        "bench": bench,
-        "proxy": proxy,
-    }
-    command = commands.get(argv[0])
-    if command is None:
+    if argv[0] != "serve" and argv[0] not in COMMANDS:
         hint = "; llama-server's flags follow `ftgguf serve`" if argv[0].startswith("-") else ""
         print(f"ftgguf: unknown command '{argv[0]}'{hint}\n{USAGE}", end="", file=sys.stderr)
         return 1
     try:
-        return command(argv[1:])
+        return serve(argv[1:]) if argv[0] == "serve" else _command(argv[0])(argv[1:])
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -77,57 +91,30 @@ def _fail(line: object) -> int:
     return 1
 
 
+def _command(name: str) -> Callable[[list[str]], int]:
+    module, _, function = COMMANDS[name].partition(":")
+    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    return found
+
+
 def serve(argv: list[str]) -> int:
     """`ftgguf serve`: everything that llama-server's command line can say."""
     from ftgguf.flags import ActionRequested, FlagError, parse_server
-    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
 
     try:
         config = parse_server(argv, os.environ)
-        if not config.model.path:
+        if config.router:
             return _fail(
-                "error: no model given: -m FILE, -m demo (a chat model, made on first use) or -m stories (built in)"
+                "error: no model given: -m FILE, -m demo (a chat model, made on first use), -m stories (built in), "
+                "-m NAME or -hf user/repo"
             )
-        path = resolve_with_bar(config.model.path)
+        config = config_with_bar(config)
     except ActionRequested as action:
         print(action.text)
         return 0
     except (FlagError, NameResolutionError, DemoError) as error:
-        return _fail(error)
+        return _fail(f"{error}" if str(error).startswith("error") else f"error: {error}")
     from ftgguf.server.process import serve as serve_http
 
-    return serve_http(dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path))))
-
-
-def run(argv: list[str]) -> int:
-    """`ftgguf run MODEL [PROMPT]`."""
-    from ftgguf.terminal.main import main as run_main
-
-    return run_main(argv)
-
-
-def pull(argv: list[str]) -> int:
-    """`ftgguf pull NAME`: make or fetch a model and print its path."""
-    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
-
-    if len(argv) != 1 or argv[0].startswith("-"):
-        return _fail("usage: ftgguf pull NAME    (demo, stories)")
-    try:
-        print(resolve_with_bar(argv[0]))
-    except (NameResolutionError, DemoError) as error:
-        return _fail(f"ftgguf pull: {error}")
-    return 0
-
-
-def bench(argv: list[str]) -> int:
-    """`ftgguf bench`."""
-    from ftgguf.bench.main import main as bench_main
-
-    return bench_main(argv)
-
-
-def proxy(argv: list[str]) -> int:
-    """`ftgguf proxy --a URL --b URL`."""
-    from ftgguf.proxy.main import main as proxy_main
-
-    return proxy_main(argv)
+    return serve_http(config)

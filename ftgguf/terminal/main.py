@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     from ftgguf.flags import ActionRequested, FlagError, parse_server
     from ftgguf.gguf import GGUFError
     from ftgguf.models.config import ModelError
-    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
     from ftgguf.server.errors import ApiError
     from ftgguf.terminal import chat
     from ftgguf.terminal.session import AnswerError
@@ -89,8 +89,7 @@ def main(argv: list[str]) -> int:
         config = parse_server(["-m", arguments.model, "-np", "1", *arguments.flags], os.environ)
         for warning in config.warnings:
             print(warning, file=sys.stderr)
-        path = resolve_with_bar(config.model.path)
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(path)))
+        config = config_with_bar(config)
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
         prompt = "\n".join(part for part in (arguments.prompt, piped.rstrip("\n")) if part)
         if not prompt and not sys.stdin.isatty():
