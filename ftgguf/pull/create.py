@@ -11,6 +11,7 @@ import msgspec
 
 from ftgguf.gguf import GGUFError, open_gguf
 from ftgguf.pull.digest import Digest
+from ftgguf.pull.disk import check_space, disk_error
 from ftgguf.pull.errors import NameResolutionError, NotFound, PullError
 from ftgguf.pull.hub import describe
 from ftgguf.pull.manifest import Layer, encode_manifest
@@ -19,7 +20,6 @@ from ftgguf.pull.names import HubName, OllamaName, PathName, StoredName, UrlName
 from ftgguf.pull.resolve import fetch, meaning
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.store import Entry
-from ftgguf.pull.transfer import check_space, disk_error
 
 _COPY = 1 << 22
 _REPLACED = {"params": "params", "system": "system", "template": "template", "messages": "messages"}

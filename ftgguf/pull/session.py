@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 
 from ftgguf.pull.client import Client, NetOptions, host_of, hub_endpoint
 from ftgguf.pull.digest import Digest, GitOid
+from ftgguf.pull.disk import SPACE_MARGIN
 from ftgguf.pull.errors import NoSpace, Refused
 from ftgguf.pull.foreign import hub_token
 from ftgguf.pull.manifest import Layer
 from ftgguf.pull.names import HubName, Name, OllamaName, UrlName
 from ftgguf.pull.sizes import human
 from ftgguf.pull.store import Store
-from ftgguf.pull.transfer import SPACE_MARGIN, Item, Transfer
+from ftgguf.pull.transfer import Item, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ flushed; giving it its final name is the store's work.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -21,17 +19,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import httpx
 
 from ftgguf.pull.client import Client, Failed, body_pieces, host_of, socket_of
 from ftgguf.pull.digest import Digest, GitOid
+from ftgguf.pull.disk import Hasher, check_space, disk_error, flush, write_at
 from ftgguf.pull.errors import (
     BadAnswer,
     Cancelled,
     DigestMismatch,
-    NoSpace,
     NotFound,
     PullError,
     Refused,
@@ -43,8 +41,6 @@ from ftgguf.pull.sizes import human
 
 MAX_SIZE = 1 << 44
 """Bytes of one file (16 TiB)."""
-SPACE_MARGIN = 64 << 20
-"""Bytes that stay free on the disk."""
 RAMP = 0.25
 """Seconds until another connection is opened."""
 SAVE_EVERY = 0.25
@@ -219,7 +215,7 @@ class Transfer:
 
         What was hashed is flushed meanwhile, so that the disk is busy with the network and not after it.
         """
-        hasher = _Hasher(self.item, spans.total)
+        hasher = Hasher(self.item.check, spans.total, self.item.label)
         buffer = memoryview(bytearray(_READ))
         hashed, begun = 0, time.monotonic()
         while hashed < spans.total:
@@ -239,7 +235,7 @@ class Transfer:
                     raise PullError(f"{self.item.label}: the partial file was cut by another program: try again")
                 hasher.update(buffer[:n])
                 if hashed // _FLUSH != (hashed + n) // _FLUSH:
-                    flusher.submit(_flush, handle)
+                    flusher.submit(flush, handle)
                 hashed += n
             else:
                 self._stop.wait(0.01)
@@ -317,7 +313,7 @@ class Transfer:
                 for chunk in self._chunks(response):
                     if len(chunk) > until - at:
                         raise Failed("more bytes came than were announced")
-                    _write(handle, chunk, at)
+                    write_at(handle, chunk, at)
                     at += len(chunk)
                     spans.done[index] += len(chunk)
             if at < until:
@@ -399,14 +395,14 @@ class Transfer:
         digest, oid, _ = hasher.result()
         return digest, oid, at
 
-    def _copy(self, response: httpx.Response, handle: int, limit: int | None) -> tuple[_Hasher, int]:
-        hasher, at = _Hasher(self.item, limit), 0
+    def _copy(self, response: httpx.Response, handle: int, limit: int | None) -> tuple[Hasher, int]:
+        hasher, at = Hasher(self.item.check, limit, self.item.label), 0
         for chunk in self._chunks(response):
             if at + len(chunk) > (MAX_SIZE if limit is None else limit):
                 raise BadAnswer(f"{self.item.label}: more bytes came than the {limit} that were announced")
             if limit is None and at >> 26 != (at + len(chunk)) >> 26:  # every 64 MiB
                 check_space(self.partial.parent, 0, self.item.label)
-            _write(handle, chunk, at)
+            write_at(handle, chunk, at)
             hasher.update(chunk)
             at += len(chunk)
             if time.monotonic() - self._reported >= REPORT_EVERY:
@@ -434,57 +430,3 @@ class Transfer:
             yield
         except OSError as error:
             raise disk_error(error, self.item.label) from None
-
-
-class _Hasher:
-    """sha256, and git's SHA-1 where the source names the content by it."""
-
-    def __init__(self, item: Item, size: int | None) -> None:
-        self._sha256 = hashlib.sha256()
-        self._git: Any = None
-        self._size = 0
-        if isinstance(item.check, GitOid):
-            if size is None:
-                raise BadAnswer(f"{item.label}: the source does not say its size")
-            self._git = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._sha256.update(data)
-        if self._git is not None:
-            self._git.update(data)
-        self._size += len(data)
-
-    def result(self) -> tuple[Digest, str, int]:
-        return Digest(self._sha256.hexdigest()), self._git.hexdigest() if self._git else "", self._size
-
-
-def _flush(handle: int) -> None:
-    """Start on the file's dirty pages; a failure shows again, and is reported, at the fsync in the end."""
-    with suppress(OSError):
-        os.fdatasync(handle)
-
-
-def _write(handle: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    while view:
-        n = os.pwrite(handle, view, at)
-        view, at = view[n:], at + n
-
-
-def disk_error(error: OSError, label: str) -> PullError:
-    """A failed write, in words without a path."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(
-            f"{label}: the disk is full; what came is kept: free some space and pull again, or use --store DIR"
-        )
-    return PullError(f"{label}: cannot write to the model store: {error.strerror or error}; --store DIR names another")
-
-
-def check_space(folder: Path, needed: int, label: str) -> None:
-    """Raise NoSpace unless `needed` bytes and a margin are free where `folder` is."""
-    free = shutil.disk_usage(folder).free
-    if free < needed + SPACE_MARGIN:
-        raise NoSpace(
-            f"{label}: {human(needed)} to fetch and only {human(max(0, free - SPACE_MARGIN))} free: free some space, "
-            "or use --store DIR on another disk"
-        )

@@ -196,7 +196,7 @@ def test_killed_at_any_byte(source: FakeSource, server: Running, at: int, torn: 
     with tempfile.TemporaryDirectory() as name, Client(replace(FAST, connections=connections)) as client:
         folder = Path(name)
         written = [0]
-        original = transfer_module._write
+        original = transfer_module.write_at
 
         def write(handle: int, data: bytes, position: int) -> None:
             room = at - written[0]
@@ -205,12 +205,12 @@ def test_killed_at_any_byte(source: FakeSource, server: Running, at: int, torn: 
                 raise Kill
             written[0] += len(data)
 
-        transfer_module._write = write
+        transfer_module.write_at = write
         try:
             with pytest.raises(Kill):
                 Transfer(client, Item(url, "blob", len(DATA), DIGEST), folder, "key", lambda _a, _b: None).run()
         finally:
-            transfer_module._write = original
+            transfer_module.write_at = original
         if torn:
             journal = folder / "key.json"
             journal.write_bytes(journal.read_bytes()[: at % 40])
