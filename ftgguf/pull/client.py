@@ -81,10 +81,12 @@ class NetOptions:
 
 
 class Failed(Exception):
-    """An answer or a broken connection that may be tried again. `wait`: what the server asked for."""
+    """An answer or a broken connection that may be tried again. `wait`: what the server asked for; `absent`: there
+    was no connection at all, which a request that begins something tries twice only."""
 
-    def __init__(self, reason: str, wait: float | None = None) -> None:
+    def __init__(self, reason: str, wait: float | None = None, absent: bool = False) -> None:
         super().__init__(reason)
+        self.absent = absent
         self.reason = reason
         self.wait = wait
 
@@ -220,7 +222,7 @@ class Client:
             try:
                 return action()
             except Failed as failure:
-                if attempt == self.options.tries:
+                if attempt == self.options.tries or (failure.absent and attempt > 1):
                     raise Unreachable(f"{what}: {failure.reason}; gave up after {attempt} tries") from None
                 self.pause(what, failure, attempt)
         raise AssertionError("no tries")
@@ -262,11 +264,11 @@ def _check_answer(response: httpx.Response) -> None:
 def transport_failure(error: httpx.TransportError, host: str) -> Failed:
     """What a broken connection is called."""
     if isinstance(error, httpx.ConnectTimeout):
-        return Failed(f"no connection to {host} in time")
+        return Failed(f"no connection to {host} in time", absent=True)
     if isinstance(error, httpx.TimeoutException):
         return Failed("nothing came in time (stalled)")
     if isinstance(error, httpx.ConnectError):
-        return Failed(f"cannot connect to {host} ({error})")
+        return Failed(f"no connection to {host} ({error})", absent=True)
     if isinstance(error, httpx.ProxyError):
         return Failed(f"the proxy failed ({error})")
     return Failed(f"the connection broke ({str(error) or type(error).__name__})")

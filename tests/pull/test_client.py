@@ -10,7 +10,7 @@ import pytest
 
 from compat.registry import FAST, FakeSource, Running
 from ftgguf.pull.client import Client, NetOptions, is_loopback, retry_after
-from ftgguf.pull.errors import BadAnswer, Refused
+from ftgguf.pull.errors import BadAnswer, Refused, Unreachable
 from ftgguf.pull.names import OllamaName
 from ftgguf.pull.registry import pull_ollama
 from ftgguf.pull.session import Session
@@ -94,6 +94,16 @@ def test_bodies_have_limits(source: FakeSource, server: Running) -> None:
         assert client.read(f"{server.url}/files/x", 1000)[2] == b"x" * 1000
         with pytest.raises(BadAnswer, match="more than the 999 bytes"):
             client.read(f"{server.url}/files/x", 999)
+
+
+def test_a_host_that_is_not_there_is_given_up_soon() -> None:
+    """A name typed wrong on a machine without network must not cost half a minute: two tries."""
+    said: list[str] = []
+    with Client(FAST) as client:
+        client.notice = said.append
+        with pytest.raises(Unreachable, match="no connection to 127.0.0.1 .*gave up after 2 tries"):
+            client.read("http://127.0.0.1:9/x", 10)  # the discard port: nobody listens
+    assert len(said) == 1
 
 
 def test_proxies_of_the_environment(
