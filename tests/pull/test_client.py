@@ -101,7 +101,7 @@ def test_a_host_that_is_not_there_is_given_up_soon() -> None:
     said: list[str] = []
     with Client(FAST) as client:
         client.notice = said.append
-        with pytest.raises(Unreachable, match="no connection to 127.0.0.1 .*gave up after 2 tries"):
+        with pytest.raises(Unreachable, match=r"no connection to 127\.0\.0\.1 .*gave up after 2 tries"):
             client.read("http://127.0.0.1:9/x", 10)  # the discard port: nobody listens
     assert len(said) == 1
 
