@@ -38,7 +38,9 @@ RULES: Mapping[str, Rule] = {
     "body.last.?.id": Rule.TYPE,
     "*tool_calls.*.id": Rule.TYPE,
     "*id_slot": Rule.TYPE,
+    "body.output.*.id": Rule.TYPE,
     "*created": Rule.TYPE,
+    "body.*ed_at": Rule.TYPE,
     "*timings*": Rule.TYPE,
     "*prompt_progress.*.time_ms": Rule.TYPE,
     "*model": Rule.TYPE,
@@ -295,4 +297,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # as the module that compat.requests imports, so that there is one `Rule`
+    from compat.differential import main as run_main
+
+    sys.exit(run_main())

@@ -16,6 +16,8 @@ _CHAT: dict[str, Any] = {
 }
 _UNCACHED = {"cache_prompt": False}
 """Where counts of reused tokens are compared, so that the order of requests does not matter."""
+_PREFILLED = [*_CHAT["messages"], {"role": "assistant", "content": "There"}]
+_RESPONSE: dict[str, Any] = {"temperature": 0, "seed": 7, "max_output_tokens": 16, **_UNCACHED}
 
 
 def _post(name: str, path: str, body: Any = None, *, raw: bytes | None = None, **rules: Rule) -> Request:
@@ -91,6 +93,7 @@ COMPLETION = (
     _completion("return tokens", return_tokens=True),
     _completion("timings per token", stream=True, timings_per_token=True, n_predict=3),
     _completion("progress", stream=True, return_progress=True, n_predict=2),
+    _completion("progress timings", stream=True, return_progress=True, timings_per_token=True, n_predict=2),
     _completion("response fields", response_fields=["content", "generation_settings/n_predict"]),
     _completion("grammar", grammar='root ::= "yes" | "no"'),
     _completion("json schema", json_schema={"type": "boolean"}),
@@ -104,6 +107,8 @@ OPENAI = (
     _openai("stream usage", stream=True, stream_options={"include_usage": True}),
     _openai("logprobs", logprobs=2, max_tokens=4),
     _openai("stop", stop="girl"),
+    _openai("stop stream", stop="girl", stream=True),
+    _openai("progress", stream=True, return_progress=True, timings_per_token=True, max_tokens=2),
     _chat("greedy"),
     _chat("stream", stream=True),
     _chat("stream usage", stream=True, stream_options={"include_usage": True}),
@@ -113,10 +118,22 @@ OPENAI = (
     _chat("one token", max_tokens=1),
     _chat("max_completion_tokens", max_tokens=None, max_completion_tokens=5),
     _chat("content parts", messages=[{"role": "user", "content": [{"type": "text", "text": _PROMPT}]}]),
-    _chat("assistant prefill", messages=[*_CHAT["messages"], {"role": "assistant", "content": "There"}]),
+    _chat("assistant prefill", messages=_PREFILLED),
     _chat("json object", response_format={"type": "json_object"}, max_tokens=8),
     _chat("other model name", model="gpt-4o"),
     _chat("two choices", n=2, temperature=0.8),
+    _chat("stop stream", stop=["girl"], stream=True),
+    _chat("progress", stream=True, return_progress=True, timings_per_token=True, max_tokens=2),
+    _chat("assistant prefill stream", messages=_PREFILLED, stream=True),
+    _chat("continued", messages=_PREFILLED, continue_final_message=True, add_generation_prompt=False),
+    _post("chat input tokens", "/v1/chat/completions/input_tokens", _CHAT),
+    _post("messages count tokens", "/v1/messages/count_tokens", _CHAT),
+    _post("v1/messages greedy", "/v1/messages", {**_CHAT, **_UNCACHED}),
+    _post("v1/messages prefill", "/v1/messages", {**_CHAT, **_UNCACHED, "messages": _PREFILLED}),
+    _post("v1/messages stop", "/v1/messages", {**_CHAT, **_UNCACHED, "stop_sequences": ["the"]}),
+    _post("v1/responses greedy", "/v1/responses", {**_RESPONSE, "input": _PROMPT}),
+    _post("v1/responses messages", "/v1/responses", {**_RESPONSE, "input": _CHAT["messages"]}),
+    _post("responses input tokens", "/v1/responses/input_tokens", {"input": _PROMPT}),
 )
 
 _LONG = " ".join(["once"] * 3000)
@@ -140,6 +157,17 @@ ERRORS = (
     _post("error n", "/v1/chat/completions", {**_CHAT, "n": 100}),
     _post("error embeddings disabled", "/v1/embeddings", {"input": "a"}),
     _post("error rerank disabled", "/v1/rerank", {"query": "a", "documents": ["b"]}),
+    _post("error messages without messages", "/v1/messages", {}),
+    _post("error previous response", "/v1/responses", {"input": "a", "previous_response_id": "x"}),
+    _post("error responses without input", "/v1/responses", {}),
+    _post("error slots disabled", "/slots/0?action=erase"),
+    _post("error control without id", "/v1/chat/completions/control", {}),
+    _post("error control action", "/v1/chat/completions/control", {"id": "x", "action": "y"}),
+    _post("error control unknown", "/v1/chat/completions/control", {"id": "x", "action": "reasoning_end"}),
+    _post("error infill", "/infill", {"input_prefix": "a", "input_suffix": "b"}),
+    _post("error lora", "/lora-adapters", {"id": 0}),
+    _post("error lora unknown", "/lora-adapters", [{"id": 0, "scale": 1.0}]),
+    _post("error audio", "/v1/audio/transcriptions", {}),
     Request("error wrong method", "GET", "/completion"),
 )
 

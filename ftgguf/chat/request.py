@@ -15,7 +15,7 @@ from typing import Any
 from ftgguf.chat import dialects
 from ftgguf.chat.constraint import schema_grammar, tool_grammar
 from ftgguf.chat.dialects import Dialect
-from ftgguf.chat.messages import Message, check_messages, fit_messages, parse_messages, parse_tools
+from ftgguf.chat.messages import Message, check_messages, fit_messages, parse_messages, parse_tools, text_of
 from ftgguf.chat.parser import OutputParser, PlainParser
 from ftgguf.chat.reasoning import ReasoningParser, thinking_is_open
 from ftgguf.chat.template import ChatTemplate, ChatTemplateError, ChatTemplates
@@ -44,6 +44,8 @@ class ChatPlan:
     thinking_open: bool = False
     """The prompt ends inside an open thinking block."""
     plain: bool = False
+    prefilled: tuple[str, str] = ("", "")
+    """The thinking and the text of the continued assistant message, which a whole answer repeats (llama-server)."""
     body: dict[str, Any] = field(default_factory=dict)
 
     def parser(self) -> OutputParser:
@@ -127,7 +129,7 @@ class ChatPlanner:
             self._warned = True
             log.warning("this model's chat template never mentions tools: the model will not know about them")
         try:
-            prompt, generation = self._prompt(template, dialect, inputs)
+            prompt, generation, last = self._prompt(template, dialect, inputs)
         except ChatTemplateError as error:
             raise InvalidRequest(str(error)) from None
         plan = ChatPlan(
@@ -139,6 +141,9 @@ class ChatPlanner:
             thinking_open=bool(dialect.tags) and thinking_is_open(generation, dialect.tags),
             plain=self.config.skip_parsing,
         )
+        if last is not None and plan.extract_reasoning and not plan.plain:
+            thought = last.get("reasoning_content", "") if dialect.tags else ""
+            plan.prefilled = (thought, text_of(last.get("content", "")))
         plan.body = self._rest(body, plan, inputs)
         return plan
 
@@ -245,8 +250,8 @@ class ChatPlanner:
 
     # -------------------------------------------------------------------------------------------- rendering
 
-    def _prompt(self, template: ChatTemplate, dialect: Dialect, inputs: _Inputs) -> tuple[str, str]:
-        """(prompt, the part of it that opens the assistant's turn)."""
+    def _prompt(self, template: ChatTemplate, dialect: Dialect, inputs: _Inputs) -> tuple[str, str, Message | None]:
+        """(prompt, the part of it that opens the assistant's turn, the message that is continued)."""
         messages = inputs.messages
         last: Message = {"role": "assistant", "content": ""}
         continue_final = inputs.continue_final
@@ -290,7 +295,7 @@ class ChatPlanner:
             else:
                 generation = dialects.continuation(dialect, generation, last, continue_final == "content")
             prompt += generation
-        return prompt, generation
+        return prompt, generation, last if continue_final else None
 
     # ------------------------------------------------------------------------------------------- the rest
 

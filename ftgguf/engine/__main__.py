@@ -1,7 +1,7 @@
 """The engine process: `python -m ftgguf.engine --fd N`, started by the front with one end of a socketpair.
 
-It takes the configuration that the front resolved, loads the model (`Loading` messages), says `Ready`, and serves until the
-socket closes. What it cannot go on from is one `Fatal`, and exit code 1.
+It takes the configuration that the front resolved, loads the model (`Loading` messages), says `Ready`, and serves until
+the socket closes. What it cannot go on from is one `Fatal`, and exit code 1.
 """
 
 from __future__ import annotations

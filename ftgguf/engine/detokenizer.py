@@ -20,9 +20,10 @@ from ftgguf.vocab import Vocab
 class Piece:
     """What one step may send.
 
-    `tokens` are the ids whose text is now out (or dropped by a stop), in order; `probs` belong to those of them whose
-    text was not dropped. `stop` is the stop string that ended the text, `limit` whether an indentation or time limit
-    did. `held` says that text waits for a later token.
+    `tokens` are the ids since the last piece, in order; llama-server sends each as it comes, its text held back or
+    not. Those of a character that is not whole yet wait. `probs` belong to tokens whose text is out and was not
+    dropped. `stop` is the stop string that ended the text, `limit` whether an indentation or time limit did. `held`
+    says that text waits for a later token.
     """
 
     text: str
@@ -35,11 +36,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    id: int
     start: int
     """Characters of the text before it; a token that continues a character starts where that character does."""
     end: int
-    probs: TokenProbs | None
+    probs: TokenProbs
 
 
 class Detokenizer:
@@ -65,7 +65,10 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._sent = 0
+        self._ids: list[int] = []
+        """Tokens not reported yet."""
         self._waiting: deque[_Token] = deque()
+        """Tokens with probabilities whose text is not out yet."""
         self._indent = -1
         """Spaces and tabs so far at the start of a line after the first; -1 elsewhere in a line."""
         self.has_new_line = False
@@ -76,7 +79,9 @@ class Detokenizer:
         start = self._sent + len(self._held)
         new = self._decoder.decode(piece)
         cut = bool(self._decoder.getstate()[0])
-        self._waiting.append(_Token(token, start, start + len(new) + cut, probs))
+        self._ids.append(token)
+        if probs is not None:
+            self._waiting.append(_Token(start, start + len(new) + cut, probs))
         text = self._held + new
         at, word = self._find_stop(text, len(self._held))
         if word is not None:
@@ -89,7 +94,7 @@ class Detokenizer:
         over = 0 < self._t_max_ms < elapsed_ms and "\n" in sent
         if over:
             return self._end(text, None, limit=True)
-        return self._released(sent, held=bool(keep) or cut)
+        return self._released(sent, held=bool(keep) or cut, cut=cut)
 
     def finish(self) -> Piece:
         """The end without a stop string: what was held back, but for the bytes of a character that never came whole."""
@@ -136,28 +141,25 @@ class Detokenizer:
                 self._indent = 0
         return -1
 
-    def _released(self, text: str, *, held: bool) -> Piece:
-        """Send `text`, with the tokens that end in it."""
+    def _released(self, text: str, *, held: bool, cut: bool = False) -> Piece:
+        """Send `text`, the tokens up to here (unless a character is `cut`), and the probabilities of what is out."""
         self._sent += len(text)
         self.has_new_line = self.has_new_line or "\n" in text
-        tokens, probs = [], []
+        probs = []
         while self._waiting and self._waiting[0].end <= self._sent:
-            token = self._waiting.popleft()
-            tokens.append(token.id)
-            if token.probs is not None:
-                probs.append(token.probs)
-        return Piece(text, tuple(tokens), tuple(probs), held=held)
+            probs.append(self._waiting.popleft().probs)
+        return Piece(text, () if cut else self._take_ids(), tuple(probs), held=held)
+
+    def _take_ids(self) -> tuple[int, ...]:
+        ids, self._ids = tuple(self._ids), []
+        return ids
 
     def _end(self, text: str, stop: str | None, *, limit: bool) -> Piece:
         """Send `text` as the last; tokens that begin behind it lose their probabilities."""
         ended = self._sent + len(text)
-        tokens = tuple(token.id for token in self._waiting)
-        probs = tuple(
-            token.probs
-            for token in self._waiting
-            if token.probs is not None and (token.start < ended or (stop is None and not limit))
-        )
-        self._released(text, held=False)
+        probs = tuple(token.probs for token in self._waiting if token.start < ended or (stop is None and not limit))
+        self._sent = ended
+        self.has_new_line = self.has_new_line or "\n" in text
         self._waiting.clear()
         self._held = ""
-        return Piece(text, tokens, probs, stop, limit)
+        return Piece(text, self._take_ids(), probs, stop, limit)

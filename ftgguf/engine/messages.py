@@ -128,7 +128,7 @@ class Loading(msgspec.Struct, frozen=True, kw_only=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded. `info` holds nouns.ModelInfo's fields and what start-up prints (threads, context, memory)."""
+    """The model is loaded. `info` holds nouns.ModelInfo's fields and what start-up prints (threads, context ...)."""
 
     info: dict[str, Any]
     n_ctx: int
@@ -170,7 +170,8 @@ class TokenProbs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
-    """New text of request `id`: whole UTF-8 characters, no part of a stop string. `tokens` are the ids behind it."""
+    """New text of request `id`: whole UTF-8 characters, no part of a stop string. `tokens` are the ids since the last
+    delta, those of held-back text too. `stopped`: a stop string ended the text here."""
 
     id: int
     text: str
@@ -179,6 +180,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
     predicted_n: int = 0
     timings: dict[str, float] = msgspec.field(default_factory=dict)
     """nouns.Timings' fields so far."""
+    stopped: bool = False
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
@@ -201,7 +203,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Request `id` failed; `type` and `code` are llama-server's error type and HTTP status, `extra` joins the object."""
+    """Request `id` failed; `type` and `code` are llama-server's error type and HTTP status, `extra` joins it."""
 
     id: int
     code: int

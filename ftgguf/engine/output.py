@@ -82,4 +82,5 @@ class Output:
             probs=probs,
             predicted_n=sequence.n_generated,
             timings=sequence.timings(),
+            stopped=self.stop_type == "word",
         )

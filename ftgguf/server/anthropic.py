@@ -177,6 +177,7 @@ class MessagesFormat:
 
     def __init__(self, state: ServerState, plan: ChatPlan) -> None:
         self._state = state
+        self._plan = plan
         self._parser = plan.parser()
         self.id = random_id("msg_")
         self._started = False
@@ -265,7 +266,7 @@ class MessagesFormat:
 
     def document(self, sequences: list[Sequence]) -> Any:
         sequence = sequences[0]
-        message = parse_whole(self._parser, sequence)
+        message = parse_whole(self._plan, self._parser, sequence)
         blocks: list[dict[str, Any]] = []
         if message.reasoning:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})

@@ -257,13 +257,20 @@ def whole_characters(piece: bytes) -> str:
     return piece.decode("utf-8", errors="replace")
 
 
-def progress_json(message: m.Progress) -> dict[str, Any]:
-    return {
+def progress_json(params: RequestParams, message: m.Progress) -> dict[str, Any]:
+    """What a progress chunk adds: the timings so far (`timings_per_token`) and `prompt_progress`."""
+    out: dict[str, Any] = {}
+    if params.timings_per_token:
+        done = message.processed - message.cache
+        spent = message.time_ms if done else 0.0
+        out["timings"] = timings_json({"cache_n": message.cache, "prompt_n": done, "prompt_ms": spent})
+    out["prompt_progress"] = {
         "total": message.total,
         "cache": message.cache,
         "processed": message.processed,
         "time_ms": int(message.time_ms),
     }
+    return out
 
 
 def nested_fields(paths: list[str], document: dict[str, Any]) -> dict[str, Any]:

@@ -39,14 +39,14 @@ class NativeFormat:
         return b""
 
     def progress(self, sequence: Sequence, message: m.Progress) -> bytes:
-        out = self._partial(sequence, "", []) | {"prompt_progress": progress_json(message)}
-        return sse.data(out)
+        # llama-server's chunk holds the token id that its token field starts with
+        return sse.data(self._partial(sequence, "", [0]) | progress_json(sequence.params, message))
 
     def delta(self, sequence: Sequence, message: m.Delta) -> bytes:
         if not message.text and not message.tokens:
             return b""
         out = self._partial(sequence, message.text, list(message.tokens))
-        if sequence.params.timings_per_token:
+        if sequence.params.timings_per_token or message.stopped:
             out["timings"] = timings_json(message.timings)
         if message.probs:
             out["completion_probabilities"] = probs_json(message.probs, sequence.params.sampling["post_sampling_probs"])

@@ -75,14 +75,14 @@ class TextFormat(_OpenAIFormat):
 
     def progress(self, sequence: Sequence, message: m.Progress) -> bytes:
         document = self._document(sequence, "", None, None) | {"id": self.id}
-        return sse.data(document | {"prompt_progress": progress_json(message)})
+        return sse.data(document | progress_json(sequence.params, message))
 
     def delta(self, sequence: Sequence, message: m.Delta) -> bytes:
         if not message.text and not message.tokens:
             return b""
         document = self._document(sequence, message.text, logprobs_json(sequence, message.probs), None)
         document["id"] = self.id
-        if sequence.params.timings_per_token:
+        if sequence.params.timings_per_token or message.stopped:
             document["timings"] = timings_json(message.timings)
         return sse.data(document)
 
@@ -119,6 +119,7 @@ class ChatFormat(_OpenAIFormat):
 
     def __init__(self, state: ServerState, plan: ChatPlan, sequences: list[Sequence]) -> None:
         super().__init__(state)
+        self._plan = plan
         self._parsers: list[OutputParser] = [plan.parser() for _ in sequences]
         self._opened: set[int] = set()
 
@@ -142,7 +143,7 @@ class ChatFormat(_OpenAIFormat):
     def progress(self, sequence: Sequence, message: m.Progress) -> bytes:
         chunk = self._role(sequence)
         self._opened.discard(sequence.index)  # the first token opens the message again, as in llama-server
-        return sse.data(chunk | {"prompt_progress": progress_json(message)})
+        return sse.data(chunk | progress_json(sequence.params, message))
 
     def delta(self, sequence: Sequence, message: m.Delta) -> bytes:
         chunks = [] if sequence.index in self._opened else [self._role(sequence)]
@@ -151,7 +152,7 @@ class ChatFormat(_OpenAIFormat):
             return b""
         if message.probs:
             chunks[-1]["choices"][0]["logprobs"] = logprobs_json(sequence, message.probs)
-        if sequence.params.timings_per_token:
+        if sequence.params.timings_per_token or message.stopped:
             chunks[-1]["timings"] = timings_json(message.timings)
         return b"".join(sse.data(chunk) for chunk in chunks)
 
@@ -168,7 +169,7 @@ class ChatFormat(_OpenAIFormat):
         return b"".join(sse.data(chunk) for chunk in chunks)
 
     def _final(self, sequence: Sequence) -> dict[str, Any]:
-        message = parse_whole(self._parsers[sequence.index], sequence)
+        message = parse_whole(self._plan, self._parsers[sequence.index], sequence)
         choice: dict[str, Any] = {
             "finish_reason": sequence.finish_reason(bool(message.tool_calls)),
             "index": sequence.index,
@@ -195,11 +196,14 @@ class ChatFormat(_OpenAIFormat):
         return documents[0]
 
 
-def parse_whole(parser: OutputParser, sequence: Sequence) -> Message:
-    """The message of a finished, non-streamed sequence."""
+def parse_whole(plan: ChatPlan, parser: OutputParser, sequence: Sequence) -> Message:
+    """The message of a finished, non-streamed sequence, with what the prompt held of it already."""
     parser.feed("".join(sequence.text))
     parser.finish()
-    return parser.message
+    message = parser.message
+    thought, text = plan.prefilled
+    message.reasoning, message.content = thought + message.reasoning, text + message.content
+    return message
 
 
 def delta_json(delta: ChatDelta) -> dict[str, Any]:

@@ -180,6 +180,7 @@ class ResponsesFormat:
 
     def __init__(self, state: ServerState, plan: ChatPlan) -> None:
         self._state = state
+        self._plan = plan
         self._parser = plan.parser()
         self.id = random_id("resp_")
         self._created = int(time.time())
@@ -291,7 +292,7 @@ class ResponsesFormat:
 
     def document(self, sequences: list[Sequence]) -> Any:
         sequence = sequences[0]
-        message = parse_whole(self._parser, sequence)
+        message = parse_whole(self._plan, self._parser, sequence)
         output: list[dict[str, Any]] = []
         if message.reasoning:
             output.append({

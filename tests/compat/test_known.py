@@ -1,0 +1,34 @@
+"""Every request of `compat.requests` to our server and to a real llama-server (xllamacpp), compared field by field.
+
+The differences that may be are in `compat.known`, each with its reason; any other one fails, and so does an entry that
+no longer occurs.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from compat.differential import Difference, run
+from compat.known import KNOWN, unexpected
+from compat.peer import peer_server
+from compat.requests import REQUESTS
+from compat.server import our_server
+from ftgguf.pull.demo import resolve_stories
+
+pytest.importorskip("xllamacpp", reason="the peer is the llama-server inside xllamacpp")
+ARGS = ["-c", "1024", "-t", "1", "-a", "stories"]
+
+
+def test_only_known_differences() -> None:
+    with our_server(resolve_stories(), ARGS) as ours, peer_server(resolve_stories(), ARGS) as peer:
+        assert unexpected(run(ours, peer, REQUESTS)) == []
+
+
+def test_the_table_is_checked_both_ways() -> None:
+    """A difference of no entry is reported, and an entry without its difference."""
+    (first, *others) = KNOWN
+    strange = Difference("health", "status", 500, 200)
+    found = [strange, *(Difference(name, path, 1, 2) for name, path in others)]
+    lines = unexpected(found)
+    assert lines == [str(strange), f"{first[0]}: {first[1]}: listed in compat/known.py, but alike"]
+    assert unexpected([Difference(*key, 1, 2) for key in KNOWN]) == []
