@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE = 32
-"""Cells in a page. 32 rows of f16 KV keep a page's copy under 10 us in the models of docs/design.md section 6, and a prompt wastes
-half a page (16 cells) on average."""
+"""Cells in a page. 32 rows of f16 KV keep a page's copy under 10 us in the models that people run (docs/design.md,
+section 6), and a prompt wastes half a page (16 cells) on average."""
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]

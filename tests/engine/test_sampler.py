@@ -8,13 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import ftgguf._libllama as _libllama
 import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ftgguf._libllama as _libllama
 from ftgguf.engine.messages import DEFAULT_SAMPLERS, SamplingParams
 from ftgguf.engine.sampler import Sampler, SamplingError, sampler_names, sampling_defaults
 from ftgguf.gguf import open_gguf
