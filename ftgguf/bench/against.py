@@ -17,7 +17,8 @@ from ftgguf.bench.options import Options
 from ftgguf.bench.peers import NoPeer, find_peer
 from ftgguf.bench.report import PEER_FAILED, Report, to_json
 from ftgguf.flags.table import by_spelling
-from ftgguf.gguf import GGUFFile, open_gguf
+from ftgguf.gguf import GGUFFile
+from ftgguf.pull.ollama_gguf import open_model
 
 SHARED = (
     *("context.n_batch", "context.n_ubatch", "context.type_k", "context.type_v", "context.flash_attn"),
@@ -33,7 +34,7 @@ def run(options: Options, path: str) -> int:
     except NoPeer as error:
         print(f"ftgguf bench: {error}", file=sys.stderr)
         return PEER_FAILED
-    with open_gguf(path) as gguf:
+    with open_model(path) as gguf:
         report = new_report(f"against {options.against}", gguf)
         size = gguf.size
     if peer is None:

@@ -17,7 +17,7 @@ from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.stats import mean
 from ftgguf.bench.workloads import Bench, Plan, Source, TextSource, make_plan
-from ftgguf.gguf import open_gguf
+from ftgguf.pull.ollama_gguf import open_model
 
 CLOCKS_AGREE = 0.05
 """Client's and server's decode rates may differ by this share before the report says so."""
@@ -25,7 +25,7 @@ CLOCKS_AGREE = 0.05
 
 def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -> None:
     """Measure every workload in `options.repetitions` rounds. What fails becomes rows and troubles of `report`."""
-    with open_gguf(path) as gguf:
+    with open_model(path) as gguf:
         limit, n_vocab = gguf.arch("context_length"), len(gguf.metadata["tokenizer.ggml.tokens"])
         n_layers = gguf.arch("block_count")
     tests = options.tests

@@ -14,7 +14,8 @@ from ftgguf.bench.peers import NoPeer, Peer, find_peer
 from ftgguf.bench.report import PEER_FAILED, Report
 from ftgguf.bench.trace import Replay
 from ftgguf.flags import parse_server
-from ftgguf.gguf import GGUFFile, open_gguf
+from ftgguf.gguf import GGUFFile
+from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.vocab import Vocab
 
 MAX_REPLY = 128
@@ -41,7 +42,7 @@ def run(options: Options, path: str) -> int:
         sessions = tracefile.load(options.traces)
     except tracefile.TraceError as error:
         raise UsageError(str(error)) from None
-    with open_gguf(path) as gguf:
+    with open_model(path) as gguf:
         report = new_report("trace" + (f" against {options.against}" if options.against else ""), gguf)
         sessions, context = _fitted(report, options, gguf, sessions)
     flags = _flags(options, path, context, report)

@@ -23,7 +23,8 @@ from starlette.types import ASGIApp
 
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
 from ftgguf.flags.config import ServerConfig, encode_config
-from ftgguf.gguf import GGUFError, GGUFFile, open_gguf
+from ftgguf.gguf import GGUFError, GGUFFile
+from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.server import startup, vertex
 from ftgguf.server.app import build_app
 from ftgguf.server.engine_client import EngineClient
@@ -59,7 +60,7 @@ def serve(config: ServerConfig) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
-        gguf = open_gguf(config.model.path, {o.key: o.value for o in config.model.override_kv})
+        gguf = open_model(config.model.path, {o.key: o.value for o in config.model.override_kv})
         state = make_state(config, gguf)
         app = build_app(state)
     except (GGUFError, ChatTemplateError, ValueError, OSError) as error:
