@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +34,30 @@ def graph_rows(max_decode_rows: int) -> list[int]:
         return small
     top = -(-max_decode_rows // EACH_UP_TO) * EACH_UP_TO
     return small + list(range(2 * EACH_UP_TO, top + 1, EACH_UP_TO))
+
+
+def prompt_rows(rows: int, max_rows: int) -> int:
+    """The row count that a prompt's pass of `rows` rows is padded to: up to 8 none, then two sizes for each power of
+    two, so that at most a third is padding and a handful of captured passes serves every prompt."""
+    if rows <= EACH_UP_TO:
+        return rows
+    size = 2 * EACH_UP_TO
+    while size < rows:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return max(rows, min(size, max_rows))
+
+
+KEPT_PROMPTS = 32
+"""Captured prompt passes kept, the last used ones."""
+log = logging.getLogger(__name__)
+
+
+class _Captured:
+    """A captured prompt pass and its output (None: no logits are wanted)."""
+
+    def __init__(self, graph: Any, out: torch.Tensor | None) -> None:
+        self.graph = graph
+        self.out = out
 
 
 class CudaExecutor:
@@ -84,6 +110,12 @@ class CudaExecutor:
         self.host_result = torch.empty(host_rows, width, pin_memory=pinned)
         self.graphs: dict[int, Any] = {}
         self.pool: Any = None
+        self.prompts: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
+        """(rows, outputs) -> its captured pass."""
+        self.warm: set[int] = set()
+        """Row counts of prompts whose kernels are loaded: only those may be captured."""
+        self.uncaptured: set[tuple[int, int]] = set()
+        """Passes that found no memory for a graph."""
 
     # ------------------------------------------------------------------------------------------------- the passes
 
@@ -101,8 +133,8 @@ class CudaExecutor:
         nothing: no cell changes."""
         with self._on_device():
             nothing = np.zeros(0, np.int32)
-            if self.max_rows > self.sizes[-1]:
-                self._prefill(_dummy(self.max_rows, nothing[:0]), None, warming=True)
+            for rows in self._prompt_sizes():
+                self._prefill(_dummy(rows, nothing), None, warming=True)
             for rows in self.sizes:
                 self.small.fill(_dummy(rows, np.arange(rows, dtype=np.int32)), rows)
                 self._decode(rows)
@@ -118,6 +150,11 @@ class CudaExecutor:
                 self.graphs[rows] = graph
             torch.cuda.synchronize(self.device)
             self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
+
+    def _prompt_sizes(self) -> list[int]:
+        """Every size that prompts are padded to, the largest first: it takes the memory that the others find."""
+        found = {prompt_rows(n, self.max_rows) for n in range(self.sizes[-1] + 1, self.max_rows + 1)}
+        return sorted(found, reverse=True) if self.captures else sorted(found)[-1:]
 
     def forward(self, batch: Batch) -> F32:
         """See engine.executor.Executor.forward."""
@@ -173,21 +210,75 @@ class CudaExecutor:
         return values[batch.outputs]
 
     def _prefill(self, batch: Batch, hidden: F32 | None, warming: bool = False) -> F32:
+        n = len(batch.outputs)
+        if self.captures and (hidden is None) == (self.hidden is None) and n <= self.sizes[-1]:
+            return self._prompt(batch, hidden)
         self.large.fill(batch, batch.rows)
         h = None
         if hidden is not None:
             h = self._upload(hidden)
         elif warming and self.hidden is not None:
             h = self.hidden[: batch.rows].zero_()
-        n = len(batch.outputs)
         rows = self.large.rows(batch.rows, n, all_outputs=n == batch.rows)
         if self.final and n > HEAD_ROWS:
             return self._many_outputs(batch, rows, h)
-        out = segment(self._ops(rows), self.model, self.first, self.last, h)
-        if out is None:
+        return self._fetch(segment(self._ops(rows), self.model, self.first, self.last, h), n)
+
+    def _prompt(self, batch: Batch, hidden: F32 | None) -> F32:
+        """A prompt's pass, padded to a size that others share and captured: the host takes some 3 ms a layer for an
+        eager pass, more than a GPU does for a thousand rows."""
+        n = len(batch.outputs)
+        size = prompt_rows(batch.rows, self.max_rows)
+        outputs = 0 if n == 0 or not self.final else 1 if n == 1 else self.sizes[-1]
+        self.large.fill(batch, size, outputs, fixed=True)
+        h = None
+        if self.hidden is not None:
+            if hidden is not None:
+                self._upload(hidden)
+            h = self.hidden[:size]
+        rows = self.large.rows(size, outputs, all_outputs=False)
+        key = (size, outputs)
+        known = self.prompts.get(key)
+        if known is None and size in self.warm and key not in self.uncaptured:
+            known = self._capture_prompt(key, rows, h)
+        if known is None:
+            out = segment(self._ops(rows), self.model, self.first, self.last, h)
+            self.warm.add(size)
+        else:
+            known.graph.replay()
+            out = known.out
+            self.prompts.move_to_end(key)
+        return self._fetch(out, n if self.final else batch.rows)
+
+    def _capture_prompt(self, key: tuple[int, int], rows: Rows, h: Any) -> _Captured | None:
+        """Capture one prompt pass, or say once why it stays eager: the graph's memory does not fit."""
+        while len(self.prompts) >= KEPT_PROMPTS:
+            self.prompts.popitem(last=False)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool):
+                out = segment(self._ops(rows), self.model, self.first, self.last, h)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
+                error.__context__, torch.OutOfMemoryError
+            ):
+                raise
+            log.warning("prompt passes of %d rows stay without a CUDA graph: no memory for one", key[0])
+            self.uncaptured.add(key)
+            return None
+        grown = max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.memory.held["graphs"] = self.memory.held.get("graphs", 0) + grown
+        self.prompts[key] = _Captured(graph, out)
+        return self.prompts[key]
+
+    def _fetch(self, out: torch.Tensor | None, n: int) -> F32:
+        """The first `n` rows of a pass's result on the host."""
+        if out is None or n == 0:
             return np.empty((0, self.n_vocab), np.float32)
-        target = self.host_result[: out.shape[0]]
-        target.copy_(out, non_blocking=True)
+        target = self.host_result[:n]
+        target.copy_(out[:n], non_blocking=True)
         self._wait()
         values: F32 = target.numpy()
         return values

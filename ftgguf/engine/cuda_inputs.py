@@ -21,7 +21,7 @@ class Inputs:
     def __init__(self, device: torch.device, max_rows: int, max_sequences: int, max_pages: int) -> None:
         self.device = device
         self.max_rows, self.max_sequences, self.max_pages = max_rows, max_sequences, max_pages
-        self.max_tiles = -(-max_rows // TILE_ROWS) + max_rows if max_rows > ATTENTION_ROWS else 1
+        self.max_tiles = max_rows if max_rows > ATTENTION_ROWS else 1
         sizes = {
             "token": max_rows, "position": max_rows, "sequence": max_rows, "cell": max_rows, "outputs": max_rows,
             "tiles": 3 * self.max_tiles, "table": max_sequences * max_pages,
@@ -51,8 +51,15 @@ class Inputs:
             raise ValueError(f"a batch with {n} of '{name}', the executor takes {size}")
         self.host[start : start + n] = values
 
-    def fill(self, batch: Batch, rows: int) -> None:
-        """Copy `batch` over, padded to `rows` with rows that write nothing."""
+    def tiles_for(self, rows: int) -> int:
+        """Attention tiles that a pass of `rows` rows has at most: a run more for each sequence, and one of padding."""
+        return min(self.max_tiles, -(-rows // TILE_ROWS) + self.max_sequences)
+
+    def fill(self, batch: Batch, rows: int, outputs: int | None = None, *, fixed: bool = False) -> None:
+        """Copy `batch` over, padded to `rows` with rows that write nothing, and to `outputs` with output row 0.
+
+        `fixed`: repeat the last attention tile up to `tiles_for(rows)`, so that a captured pass fits every batch.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         n = batch.rows
@@ -65,7 +72,11 @@ class Inputs:
             if pad:
                 start = self.at[name][0]
                 self.host[start + n : start + rows] = padding
-        self._put("outputs", batch.outputs, len(batch.outputs))
+        n_outputs = len(batch.outputs)
+        self._put("outputs", batch.outputs, n_outputs)
+        if outputs is not None and outputs > n_outputs:
+            start = self.at["outputs"][0]
+            self.host[start + n_outputs : start + outputs] = 0
         if len(batch.tables) > self.max_sequences:
             raise ValueError(f"{len(batch.tables)} sequences in a batch, the executor takes {self.max_sequences}")
         start = self.at["table"][0]
@@ -75,13 +86,13 @@ class Inputs:
                 raise ValueError(f"a sequence of {len(table)} cells, the executor takes {self.max_pages * PAGE}")
             at = start + s * self.max_pages
             np.floor_divide(pages, PAGE, out=self.host[at : at + len(pages)])
-        self._tiles(batch, rows)
+        self._tiles(batch, rows, fixed)
         used = start + len(batch.tables) * self.max_pages
         self.on_device[:used].copy_(self.staged[:used], non_blocking=True)
         if self.copied is not None:
             self.copied.record()
 
-    def _tiles(self, batch: Batch, rows: int) -> None:
+    def _tiles(self, batch: Batch, rows: int, fixed: bool) -> None:
         self.n_tiles = 0
         if rows <= ATTENTION_ROWS:
             return
@@ -89,7 +100,11 @@ class Inputs:
         starts = [0, *edges.tolist()]
         ends = [*edges.tolist(), batch.rows]
         runs = [(a, b - a, int(batch.sequence[a])) for a, b in zip(starts, ends, strict=True)]
+        if rows > batch.rows:
+            runs.append((batch.rows, rows - batch.rows, 0))
         tiles = prefill_tiles(runs, TILE_ROWS)
+        if fixed:
+            tiles += tiles[-1:] * (self.tiles_for(rows) - len(tiles))
         self.n_tiles = len(tiles)
         self._put("tiles", np.asarray(tiles, np.int32).reshape(-1), 3 * len(tiles))
 
