@@ -228,6 +228,11 @@ SCRIPTED = (
     _scripted("cut in a character", max_tokens=11, stream=True),
     _scripted("cut in the tool call", tools=[_TOOL], max_tokens=36, stream=True),
     _scripted("two choices", n=2),
+    *(_scripted(f"budget {n}", reasoning_budget_tokens=n, stream=n == 3) for n in (0, 1, 3, 5, 6, 7, 8, 100)),
+    _scripted("thinking budget", thinking_budget_tokens=2),
+    _scripted("budget with a message", reasoning_budget_tokens=2, reasoning_budget_message=" Enough."),
+    _scripted("budget and tools", reasoning_budget_tokens=2, tools=[_TOOL]),
+    _post("scripted messages budget", "/v1/messages", {**_ASK, "thinking": {"type": "enabled", "budget_tokens": 2}}),
     _post("scripted completion", "/completion", {"prompt": "x", "n_predict": 400, **_UNCACHED}),
     _post("scripted completion stream", "/completion", {"prompt": "x", "stream": True, **_UNCACHED}),
     _post(

@@ -20,6 +20,8 @@ USAGE = """usage: ftgguf COMMAND ...
   list    the models that are here
   show    what a model is and where it would run                ftgguf show demo
   rm, cp  delete, copy a pulled model
+  ps      the models that a running server has loaded
+  stop    have a running server unload a model                  ftgguf stop demo
   create  a model from a Modelfile                              ftgguf create mine -f Modelfile
   bench   speed of a model here, also against llama.cpp         ftgguf bench -m model.gguf --against llama.cpp
   proxy   compare two servers on a client's real traffic        ftgguf proxy --a URL --b URL
@@ -32,18 +34,19 @@ USAGE = """usage: ftgguf COMMAND ...
 
 COMMANDS = {
     "run": "ftgguf.terminal.main:main",
-    "pull": "ftgguf.pull.commands:pull",
-    "list": "ftgguf.pull.commands:list_models",
-    "show": "ftgguf.pull.commands:show",
-    "rm": "ftgguf.pull.commands:rm",
-    "cp": "ftgguf.pull.commands:cp",
-    "create": "ftgguf.pull.commands:create",
+    **{name: f"ftgguf.pull.commands:COMMANDS.{name}" for name in ("pull", "list", "ls", "show", "rm", "cp", "create")},
+    "ps": "ftgguf.terminal.remote:ps",
+    "stop": "ftgguf.terminal.remote:stop",
     "bench": "ftgguf.bench.main:main",
     "proxy": "ftgguf.proxy.main:main",
     "doctor": "ftgguf.engine.doctor:main",
     "plan": "ftgguf.engine.plan:main",
 }
-"""Command -> the function that takes its arguments and returns the exit status; imported only when it is asked for."""
+"""Command -> the function that takes its arguments and returns the exit status, imported only when it is asked for:
+`module:name`, or `module:TABLE.key`."""
+
+SCRIPTED = "scripted:"
+"""`-m scripted:FILE.json` is the model of tests (`ftgguf.engine.scripted`), not a name to look up."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,14 +96,18 @@ def _fail(line: object) -> int:
 
 def _command(name: str) -> Callable[[list[str]], int]:
     module, _, function = COMMANDS[name].partition(":")
-    found: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
-    return found
+    table, _, key = function.partition(".")
+    found = getattr(importlib.import_module(module), table)
+    chosen: Callable[[list[str]], int] = found[key] if key else found
+    return chosen
 
 
 def serve(argv: list[str]) -> int:
     """`ftgguf serve`: everything that llama-server's command line can say."""
-    from ftgguf.flags import ActionRequested, FlagError, parse_server
-    from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
+    from ftgguf.flags import ActionRequested, CacheListRequested, FlagError, parse_server
+    from ftgguf.pull.commands import model_table
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, served_with_bar
+    from ftgguf.pull.store import Store
 
     try:
         config = parse_server(argv, os.environ)
@@ -109,7 +116,8 @@ def serve(argv: list[str]) -> int:
                 "error: no model given: -m FILE, -m demo (a chat model, made on first use), -m stories (built in), "
                 "-m NAME or -hf user/repo"
             )
-        config = config_with_bar(config)
+        if not config.model.path.startswith(SCRIPTED):
+            config = config_with_bar(config)
     except ActionRequested as action:
         print(action.text)
         return 0
@@ -117,4 +125,4 @@ def serve(argv: list[str]) -> int:
         return _fail(f"{error}" if str(error).startswith("error") else f"error: {error}")
     from ftgguf.server.process import serve as serve_http
 
-    return serve_http(config)
+    return serve_http(config, extras)

@@ -314,6 +314,10 @@ class ChatPlanner:
         self._logprobs(body, out, bool(inputs.tools))
         budget = lenient(body, "reasoning_budget_tokens", lenient(body, "thinking_budget_tokens", -1))
         out["reasoning_budget_tokens"] = self.config.reasoning_budget if budget == -1 else budget
+        tags = plan.dialect.tags
+        if tags:
+            out["reasoning_budget_start_tag"], out["reasoning_budget_end_tags"] = tags[0], list(tags[1:])
+            out.setdefault("reasoning_budget_message", self.config.reasoning_budget_message)
         return out
 
     def _constrain(self, out: dict[str, Any], plan: ChatPlan, inputs: _Inputs) -> None:

@@ -68,6 +68,8 @@ class Controls:
             if action == "slot_erase":
                 return {"id_slot": slot.id, "n_erased": engine.scheduler.forget_slot(slot)}
             return self._move(slot, action, request.arguments)
+        if action == "reasoning_end":
+            return {"success": engine.end_reasoning(int(request.arguments["request"]))}
         raise ControlError(f"unknown action '{action}'")
 
     def _state(self, slot: Slot) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from ftgguf.vocab import Vocab
 class Piece:
     """What one step may send.
 
-    `tokens` are the ids since the last piece, in order; llama-server sends each as it comes, its text held back or
-    not. Those of a character that is not whole yet wait. `probs` belong to tokens whose text is out and was not
-    dropped. `stop` is the stop string that ended the text, `limit` whether an indentation or time limit did. `held`
-    says that text waits for a later token.
+    `tokens` are the ids since the last piece, as llama-server sends them: each as it comes, its text held back or not.
+    `probs` belong to tokens whose text is out and was not dropped. `stop` is the stop string that ended the text,
+    `limit` whether an indentation or time limit did. `held` says that text waits for a later token.
     """
 
     text: str
@@ -94,7 +93,7 @@ class Detokenizer:
         over = 0 < self._t_max_ms < elapsed_ms and "\n" in sent
         if over:
             return self._end(text, None, limit=True)
-        return self._released(sent, held=bool(keep) or cut, cut=cut)
+        return self._released(sent, held=bool(keep) or cut)
 
     def finish(self) -> Piece:
         """The end without a stop string: what was held back, but for the bytes of a character that never came whole."""
@@ -141,14 +140,14 @@ class Detokenizer:
                 self._indent = 0
         return -1
 
-    def _released(self, text: str, *, held: bool, cut: bool = False) -> Piece:
-        """Send `text`, the tokens up to here (unless a character is `cut`), and the probabilities of what is out."""
+    def _released(self, text: str, *, held: bool) -> Piece:
+        """Send `text`, the tokens up to here, and the probabilities of those whose text is out."""
         self._sent += len(text)
         self.has_new_line = self.has_new_line or "\n" in text
         probs = []
         while self._waiting and self._waiting[0].end <= self._sent:
             probs.append(self._waiting.popleft().probs)
-        return Piece(text, () if cut else self._take_ids(), tuple(probs), held=held)
+        return Piece(text, self._take_ids(), tuple(probs), held=held)
 
     def _take_ids(self) -> tuple[int, ...]:
         ids, self._ids = tuple(self._ids), []

@@ -314,6 +314,11 @@ class Engine:
         self.scheduler.leave(sequence, keep, output is not None and output.has_new_line)
         self._controls.slot_left(sequence.slot)
 
+    def end_reasoning(self, id: int) -> bool:
+        """End the thinking of request `id` at its next token; False if it is not thinking."""
+        sequence = self._sequences.get(id)
+        return sequence is not None and sequence.sampler is not None and sequence.sampler.end_reasoning()
+
     def has_new_line(self, sequence: Sequence) -> bool:
         """Whether the sequence has generated a line break (`/slots`)."""
         output = self._outputs.get(sequence.id)

@@ -68,6 +68,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: Grammar | None = None
 
 
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True):
+    """How the thinking of an answer is bounded (llama-server's reasoning budget).
+
+    Thinking begins after the text `start` was generated (`open`: the prompt has begun it) and ends with one of `ends`.
+    After `budget` tokens of it (-1: no limit), or when a `reasoning_end` control comes, the tokens `forced` are
+    generated: a message and the first of `ends`.
+    """
+
+    start: str
+    ends: tuple[str, ...]
+    forced: tuple[int, ...]
+    budget: int = -1
+    open: bool = False
+
+
 # ---------------------------------------------------------------------------------------------- front -> engine
 
 
@@ -91,6 +106,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Render control tokens in the text (`--special`)."""
     preserved_tokens: tuple[int, ...] = ()
     """Control tokens that are rendered although `special` is off (tool-call and thinking tags)."""
+    reasoning: Reasoning | None = None
     anchors: tuple[int, ...] = ()
     """Prompt lengths at which a snapshot is worth keeping (system end, turn ends)."""
     stream: bool = True
@@ -108,8 +124,8 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 class Control(msgspec.Struct, frozen=True, kw_only=True, tag="control"):
     """Ask the engine something; answered by one `Reply` with the same `id`.
 
-    `action`: `slots`, `metrics`, `slot_save`, `slot_restore`, `slot_erase`, `cache_status`, `shutdown`; arguments
-    in `arguments`.
+    `action`: `slots`, `metrics`, `slot_save`, `slot_restore`, `slot_erase`, `cache_status`, `reasoning_end`,
+    `shutdown`; arguments in `arguments`.
     """
 
     id: int

@@ -33,6 +33,9 @@ class TokenSampler(Protocol):
     def sample(self, logits: F32) -> tuple[int, TokenProbs | None]:
         """Choose and accept a token from raw logits, float32 [n_vocab]; its probabilities when `n_probs` > 0."""
 
+    def end_reasoning(self) -> bool:
+        """Force the end of the thinking that is going on; False if there is none."""
+
 
 class TextDecoder(Protocol):
     """Turns the tokens of one sequence into text, holding back what may become a stop string."""

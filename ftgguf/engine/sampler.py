@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 import ftgguf._libllama as _libllama
+from ftgguf.engine.budget import ReasoningBudget
 from ftgguf.engine.grammar import Constraint, GrammarCompiler, GrammarError
-from ftgguf.engine.messages import SamplingParams, TokenProb, TokenProbs
+from ftgguf.engine.messages import Reasoning, SamplingParams, TokenProb, TokenProbs
 from ftgguf.gguf import GGUFFile
 from ftgguf.nouns import F32
 from ftgguf.vocab import Vocab
@@ -109,8 +110,10 @@ class Sampler:
         grammars: GrammarCompiler | None = None,
         *,
         special: bool = False,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self.params = params
+        self._budget: ReasoningBudget | None = None
         self._vocab, self._special = vocab, special
         self._constraint: Constraint | None = None
         biases = list(params.logit_bias)
@@ -122,6 +125,8 @@ class Sampler:
             self._chain.accept_all(list(prompt))
             if params.grammar is not None:
                 self._constraint = (grammars or GrammarCompiler(vocab)).compile(params.grammar)
+            if reasoning is not None:
+                self._budget = ReasoningBudget(reasoning, lambda token: vocab.piece(token, special=True))
         except (ValueError, IndexError, TypeError, OverflowError, RuntimeError) as error:
             raise SamplingError(f"Failed to initialize samplers: {error}") from None
 
@@ -139,11 +144,13 @@ class Sampler:
         """The next token from float32 logits [n_vocab], accepted, and its probabilities if the request asked for some.
 
         First the chain chooses freely; only where the grammar refuses the choice is it asked again under the grammar's
-        mask, so that a seed gives llama-server's text. SamplingError where nothing can be chosen.
+        mask, so that a seed gives llama-server's text. A token that the reasoning budget forces comes before all that.
+        SamplingError where nothing can be chosen.
         """
         try:
-            token: int = self._chain.sample(logits)
-            if self._constraint is not None:
+            forced = self._budget.next() if self._budget is not None else None
+            token: int = self._chain.sample(logits) if forced is None else self._only(logits, forced)
+            if forced is None and self._constraint is not None:
                 token = self._constrained(self._constraint, logits, token)
             probs = self._probs(logits, token) if self.params.n_probs > 0 else None
             self.accept(token)
@@ -154,8 +161,21 @@ class Sampler:
     def accept(self, token: int) -> None:
         """Tell samplers and grammar of a token chosen elsewhere (`sample` has done so for its own)."""
         self._chain.accept(token)
+        if self._budget is not None:
+            self._budget.accept(token)
         if self._constraint is not None:
             self._constraint.accept(token)
+
+    def end_reasoning(self) -> bool:
+        """Force the end of the thinking that is going on; False if there is none, or no budget was set up."""
+        return self._budget is not None and self._budget.end()
+
+    def _only(self, logits: F32, token: int) -> int:
+        """`token`, drawn from the chain as its only candidate, so that the random state goes on as in llama.cpp."""
+        mask = np.zeros((len(logits) + 31) // 32, np.uint32)
+        mask[token // 32] = np.uint32(1 << (token % 32))
+        chosen: int = self._chain.sample(logits, mask)
+        return chosen
 
     def _constrained(self, constraint: Constraint, logits: F32, token: int) -> int:
         for _ in range(MAX_RESAMPLES):

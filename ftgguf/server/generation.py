@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ftgguf.chat.reasoning import thinking_is_open
 from ftgguf.engine import messages as m
 from ftgguf.server.engine_client import RequestStream
 from ftgguf.server.errors import ApiError, server_error
@@ -101,6 +102,7 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
     out: list[Sequence] = []
     n_ctx = state.n_ctx
     details = params.settings(brief=True)
+    reasoning = reasoning_bound(state, params)
     for prompt in prompts:
         if not prompt:
             raise ApiError('"prompt" must not be empty')
@@ -125,12 +127,29 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
                 return_progress=params.return_progress and params.stream,
                 special=state.config.chat.special,
                 preserved_tokens=tuple(params.preserved_tokens),
+                reasoning=reasoning,
                 anchors=anchors,
                 stream=params.stream,
                 details=details,
             )
             out.append(Sequence(len(out), params, request))
     return out
+
+
+def reasoning_bound(state: ServerState, params: RequestParams) -> m.Reasoning | None:
+    """The budget of the answer's thinking; None where there is none, or nothing that would end thinking."""
+    wanted = params.reasoning_budget_tokens >= 0 or params.reasoning_control
+    if not wanted or not params.reasoning_ends:
+        return None
+    start, ends = params.reasoning_start, tuple(params.reasoning_ends)
+    forced = state.vocab.tokenize(params.reasoning_message + ends[0], add_special=False, parse_special=True)
+    return m.Reasoning(
+        start=start,
+        ends=ends,
+        forced=tuple(forced),
+        budget=params.reasoning_budget_tokens,
+        open=bool(start) and thinking_is_open(params.generation_prompt, (start, *ends)),
+    )
 
 
 def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:

@@ -264,14 +264,23 @@ async def post_lora(request: Request) -> Response:
 
 async def post_control(request: Request) -> Response:
     """`{id, action: "reasoning_end"}`: ends the thinking of a running chat completion (see `reasoning_control`)."""
-    body, _ = await state_of(request).json(request)
-    body = body if isinstance(body, dict) else {}
-    if not lenient(body, "id", ""):
+    state = state_of(request)
+    parsed, _ = await state.json(request)
+    body = parsed if isinstance(parsed, dict) else {}
+    id = lenient(body, "id", "")
+    if not id:
         raise InvalidRequest("missing completion id")
     if lenient(body, "action", "") != "reasoning_end":
         raise InvalidRequest("unknown control action")
-    # the engine has no forced end of thinking yet, so no request can have asked for it
-    return json_response({"success": False, "message": "no active completion for this id"})
+    running = state.chats.get(id)
+    if running is None:
+        return json_response({"success": False, "message": "no active completion for this id"})
+    if not running.controllable:
+        return json_response({"success": False, "message": "reasoning control not enabled for this completion"})
+    replies = [await state.engine.control("reasoning_end", request=number) for number in running.requests]
+    if not any(reply["success"] for reply in replies):
+        return json_response({"success": False, "message": "the completion is not reasoning"})
+    return json_response({"success": True})
 
 
 # ------------------------------------------------------------------------------------ what we do not have

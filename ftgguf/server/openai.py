@@ -122,6 +122,9 @@ class ChatFormat(_OpenAIFormat):
         self._plan = plan
         self._parsers: list[OutputParser] = [plan.parser() for _ in sequences]
         self._opened: set[int] = set()
+        self.requests = [sequence.request.id for sequence in sequences]
+        self.controllable = sequences[0].params.reasoning_control
+        state.chats[self.id] = self
 
     def _chunk(self, sequence: Sequence, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         return self._frame([{"finish_reason": reason, "index": sequence.index, "delta": delta}])
@@ -207,7 +210,8 @@ def parse_whole(plan: ChatPlan, parser: OutputParser, sequence: Sequence) -> Mes
 
 
 def delta_json(delta: ChatDelta) -> dict[str, Any]:
-    """One difference as OpenAI's `delta`: id, type and name only in a call's first fragment."""
+    """One difference as OpenAI's `delta`: id, type and name only in a call's first fragment, and `arguments` in every
+    one, as OpenAI and llama-server send them."""
     out: dict[str, Any] = {}
     if delta.reasoning:
         out["reasoning_content"] = delta.reasoning
@@ -217,13 +221,8 @@ def delta_json(delta: ChatDelta) -> dict[str, Any]:
         call: dict[str, Any] = {"index": delta.tool_index}
         if delta.tool_id:
             call |= {"id": delta.tool_id, "type": "function"}
-        function = {}
-        if delta.tool_name:
-            function["name"] = delta.tool_name
-        if delta.arguments:
-            function["arguments"] = delta.arguments
-        if function:
-            call["function"] = function
+        name = {"name": delta.tool_name} if delta.tool_name else {}
+        call["function"] = name | {"arguments": delta.arguments}
         out["tool_calls"] = [call]
     return out
 

@@ -51,6 +51,9 @@ class RequestParams:
     parse_tool_calls: bool = True
     reasoning_budget_tokens: int = -1
     reasoning_control: bool = False
+    reasoning_start: str = ""
+    reasoning_ends: list[str] = field(default_factory=list)
+    reasoning_message: str = ""
 
     @classmethod
     def defaults(cls, config: ServerConfig) -> RequestParams:

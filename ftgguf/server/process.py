@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -60,7 +61,7 @@ def serve(config: ServerConfig) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
-        gguf = open_model(config.model.path, {o.key: o.value for o in config.model.override_kv})
+        gguf = open_model(_model_file(config.model.path), {o.key: o.value for o in config.model.override_kv})
         state = make_state(config, gguf)
         app = build_app(state)
     except (GGUFError, ChatTemplateError, ValueError, OSError) as error:
@@ -75,6 +76,15 @@ def serve(config: ServerConfig) -> int:
             if listener.path:
                 with contextlib.suppress(OSError):
                     os.unlink(listener.path)
+
+
+def _model_file(path: str) -> str | Path:
+    """The GGUF with the vocabulary of the model at `path`: itself, unless it is a script."""
+    if not path.startswith("scripted:"):
+        return path
+    from ftgguf.engine import scripted
+
+    return scripted.read(path)[0]
 
 
 def make_state(config: ServerConfig, gguf: GGUFFile) -> ServerState:

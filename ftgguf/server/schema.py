@@ -151,6 +151,19 @@ def _generation_prompt(params: RequestParams, value: Any, _: str, __: Context) -
     params.generation_prompt = as_str(value)
 
 
+def _reasoning_start(params: RequestParams, value: Any, _: str, __: Context) -> None:
+    params.reasoning_start = as_str(value)
+
+
+def _reasoning_ends(params: RequestParams, value: Any, _: str, __: Context) -> None:
+    tags = [value] if isinstance(value, str) else as_list(value)
+    params.reasoning_ends = [as_str(tag) for tag in tags if tag != ""]
+
+
+def _reasoning_message(params: RequestParams, value: Any, _: str, __: Context) -> None:
+    params.reasoning_message = as_str(value)
+
+
 def _preserved(params: RequestParams, value: Any, _: str, context: Context) -> None:
     for text in as_list(value):
         ids = context.vocab.tokenize(as_str(text), add_special=False, parse_special=True)
@@ -289,6 +302,9 @@ FIELDS: tuple[Field, ...] = (
     _json("grammar_triggers", handler=_triggers),
     _flag("reasoning_control"),
     _int("reasoning_budget_tokens", low=-1),
+    _json("reasoning_budget_start_tag", handler=_reasoning_start),
+    _json("reasoning_budget_end_tags", "reasoning_budget_end_tag", handler=_reasoning_ends),
+    _json("reasoning_budget_message", handler=_reasoning_message),
     _json("logit_bias", handler=_logit_bias),
     _json("ignore_eos", handler=_ignore_eos),
     _json("stop", handler=_stop),

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -22,6 +23,16 @@ from ftgguf.server.schema import Context, Vocabulary
 from ftgguf.server.wire import parse_body, random_id
 
 T = TypeVar("T")
+
+
+class RunningChat(Protocol):
+    """A chat completion that is being answered."""
+
+    requests: list[int]
+    """The engine's ids of its sequences."""
+    controllable: bool
+    """Its thinking may be ended from outside (`reasoning_control`)."""
+
 
 BIG_BODY = 64 * 1024
 """Bytes of text from which parsing, rendering and tokenising leave the event loop (about 5 ms of work)."""
@@ -49,6 +60,8 @@ class ServerState:
         self.media_marker = f"<__media_{random_id()}__>"
         self.eog = tuple(sorted(vocab.eog_ids))
         self.sessions = Sessions()
+        self.chats: WeakValueDictionary[str, RunningChat] = WeakValueDictionary()
+        """Running chat completions by id."""
         self._pool = ThreadPoolExecutor(2, "front")
 
     @property

@@ -6,12 +6,15 @@ no longer occurs.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from compat.differential import Difference, run
-from compat.known import KNOWN, unexpected
+from compat.known import KNOWN, SCRIPTED_KNOWN, unexpected
 from compat.peer import peer_server
-from compat.requests import REQUESTS
+from compat.requests import REQUESTS, SCRIPT, SCRIPTED
+from compat.scripted import make_scripted
 from compat.server import our_server
 from ftgguf.pull.demo import resolve_stories
 
@@ -22,6 +25,15 @@ ARGS = ["-c", "1024", "-t", "1", "-a", "stories"]
 def test_only_known_differences() -> None:
     with our_server(resolve_stories(), ARGS) as ours, peer_server(resolve_stories(), ARGS) as peer:
         assert unexpected(run(ours, peer, REQUESTS)) == []
+
+
+def test_only_known_differences_on_the_scripted_model(tmp_path: Path) -> None:
+    """Thinking, its budget, tool calls, cut characters and stop strings, with a model that says exactly its script."""
+    model = tmp_path / "scripted.gguf"
+    make_scripted(model, SCRIPT)
+    args = ["-c", "2048", "-t", "1", "-a", "scripted"]
+    with our_server(model, args) as ours, peer_server(model, args) as peer:
+        assert unexpected(run(ours, peer, SCRIPTED), SCRIPTED_KNOWN) == []
 
 
 def test_the_table_is_checked_both_ways() -> None:

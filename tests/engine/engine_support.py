@@ -126,6 +126,9 @@ class PickSampler:
         self.count = 0
         self.fail_at = fail_at
 
+    def end_reasoning(self) -> bool:
+        return False
+
     def sample(self, logits: F32) -> tuple[int, m.TokenProbs | None]:
         if self.count == self.fail_at:
             raise RuntimeError("the sampler is broken")
