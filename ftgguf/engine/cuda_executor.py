@@ -122,11 +122,18 @@ class CudaExecutor:
     def _ops(self, rows: Rows) -> CudaOps:
         return CudaOps(rows, self.cells.caches, self.ropes, self.store, self.first)
 
+    def _pass(self, rows: Rows, h: Any) -> torch.Tensor | None:
+        """Logits of the wanted rows, or the hidden state of all; None where no logits are wanted."""
+        ops = self._ops(rows)
+        out = segment(ops, self.model, self.first, self.last, h)
+        return out if out is None or self.final else ops.finish(out)
+
     def _decode(self, rows: int) -> None:
         """The pass that a graph holds: `small` and `hidden` in, `result[:rows]` out."""
         h = None if self.hidden is None else self.hidden[:rows]
-        ops = self._ops(self.small.rows(rows, rows, all_outputs=True))
-        self.result[:rows].copy_(segment(ops, self.model, self.first, self.last, h))
+        out = self._pass(self.small.rows(rows, rows, all_outputs=True), h)
+        assert out is not None
+        self.result[:rows].copy_(out)
 
     def warm_up(self) -> None:
         """Compile and load every kernel that the file's types need, then capture the decode graphs. Rows that write
@@ -222,7 +229,7 @@ class CudaExecutor:
         rows = self.large.rows(batch.rows, n, all_outputs=n == batch.rows)
         if self.final and n > HEAD_ROWS:
             return self._many_outputs(batch, rows, h)
-        return self._fetch(segment(self._ops(rows), self.model, self.first, self.last, h), n)
+        return self._fetch(self._pass(rows, h), n)
 
     def _prompt(self, batch: Batch, hidden: F32 | None) -> F32:
         """A prompt's pass, padded to a size that others share and captured: the host takes some 3 ms a layer for an
@@ -242,7 +249,7 @@ class CudaExecutor:
         if known is None and size in self.warm and key not in self.uncaptured:
             known = self._capture_prompt(key, rows, h)
         if known is None:
-            out = segment(self._ops(rows), self.model, self.first, self.last, h)
+            out = self._pass(rows, h)
             self.warm.add(size)
         else:
             known.graph.replay()
@@ -259,7 +266,7 @@ class CudaExecutor:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self.pool):
-                out = segment(self._ops(rows), self.model, self.first, self.last, h)
+                out = self._pass(rows, h)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
                 error.__context__, torch.OutOfMemoryError

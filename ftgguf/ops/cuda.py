@@ -33,6 +33,9 @@ from ftgguf.ops.cuda_fine import FineCudaOps
 Matrix: TypeAlias = Any
 """A kernels.matrix.QuantMatrix or ExpertMatrix: what has a `format`."""
 
+Routed: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""(parts [rows * k, n_embd], slots [rows, k], weights [rows, k], what else to add [rows, n_embd])."""
+
 ATTENTION_ROWS = 16
 """Rows up to which attention splits the context over programs (decode's kernel) instead of tiling rows."""
 GATING_NAMES = {
@@ -83,6 +86,30 @@ class Rows:
     n_outputs: int
 
 
+@dataclass(slots=True)
+class Stream:
+    """The residual stream after a routed block: `h` (+ `add`) + the experts' weighted sum, which the next norm forms
+    in its own launch. `value` is the sum once somebody has formed it."""
+
+    h: torch.Tensor
+    parts: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+    add: torch.Tensor | None
+    value: torch.Tensor | None = None
+
+    def total(self) -> torch.Tensor:
+        if self.value is None:
+            adds = (self.h,) if self.add is None else (self.add, self.h)
+            self.value = combine(self.parts, self.slots, self.weights, *adds)
+        return self.value
+
+
+def _value(h: Tensor) -> torch.Tensor:
+    total: torch.Tensor = h.total() if isinstance(h, Stream) else h
+    return total
+
+
 class CudaOps(FineCudaOps):
     """One pass. `layers[i]` is the block number of the segment's i-th block, whose cells are `caches[i]`."""
 
@@ -106,7 +133,7 @@ class CudaOps(FineCudaOps):
 
     def head(self, h: Tensor, p: Head) -> Tensor:
         if self.keep_hidden:
-            return h
+            return _value(h)
         x = self._normed(h, p.norm, p.eps, [p.out.weight])
         logits = linear(x, self.matrix(p.out), bias=p.out.bias)
         if p.softcap > 0:
@@ -115,8 +142,13 @@ class CudaOps(FineCudaOps):
 
     def _normed(self, h: Tensor, weight: Weight, eps: float, matrices: Sequence[Matrix]) -> Activations:
         """The norm, with the quantised planes that products with `matrices` take when they have few rows."""
-        kinds = _plane_kinds(matrices) if h.shape[0] <= MAX_ROWS else ()
-        return norm(h, weight, eps, kinds=kinds)[0]
+        few = (h.h if isinstance(h, Stream) else h).shape[0] <= MAX_ROWS
+        kinds = _plane_kinds(matrices) if few else ()
+        if not isinstance(h, Stream) or h.value is not None:
+            return norm(_value(h), weight, eps, kinds=kinds)[0]
+        experts = (h.parts, h.slots, h.weights)
+        x, h.value = norm(h.h, weight, eps, add=h.add, experts=experts, kinds=kinds)
+        return x
 
     # ------------------------------------------------------------------------------------------------ attention
 
@@ -145,30 +177,38 @@ class CudaOps(FineCudaOps):
         spec = AttentionSpec(p.scale, p.softcap, p.window, sinks=p.sinks)
         r = self.rows
         if r.tiles is None:
-            return attention_decode(q, self.caches[layer], r.table, r.sequence, r.position, spec)
-        return attention_prefill(q, self.caches[layer], r.table, r.tiles, r.position, spec)
+            kind = p.out.weight.format.activation if q.shape[0] <= MAX_ROWS else None
+            return attention_decode(q, self.caches[layer], r.table, r.sequence, r.position, spec, quantize_to=kind)
+        return Activations(attention_prefill(q, self.caches[layer], r.table, r.tiles, r.position, spec))
 
     def attention_out(self, y: Tensor, p: Linear, h: Tensor, factor: float, last: bool) -> Tensor:
-        if last:
-            y, h = self.select(y), self.select(h)
+        h = _value(h)
+        if last and self.outputs is not None:
+            y, h = Activations(self.select(y.x)), self.select(h)
         if factor == 1.0:
             return linear(y, self.matrix(p), bias=p.bias, residual=h)
         return torch.add(h, linear(y, self.matrix(p), bias=p.bias), alpha=factor)
 
+    def finish(self, h: Tensor) -> torch.Tensor:
+        """The hidden state that a segment hands on."""
+        return _value(h)
+
     # --------------------------------------------------------------------------------------------- feed-forward
 
     def feed_forward(self, h: Tensor, norm: Weight, eps: float, p: Mlp | Moe, factor: float) -> Tensor:
-        residual = h if factor == 1.0 else None
         layer, self.layer = self.layer, self.layer + 1
         if isinstance(p, Mlp):
-            y = self._mlp(self._normed(h, norm, eps, _inputs(p)), p, residual)
-        else:
-            experts = self.store.specs[layer].weights
-            matrices = [p.router.gate.weight, experts.gate or experts.up, experts.up]
-            if p.shared is not None:
-                matrices += _inputs(p.shared)
-            y = self._moe(layer, self._normed(h, norm, eps, matrices), p, residual)
-        return y if residual is not None else torch.add(h, y, alpha=factor)
+            y = self._mlp(self._normed(h, norm, eps, _inputs(p)), p, h if factor == 1.0 else None)
+            return y if factor == 1.0 else torch.add(h, y, alpha=factor)
+        experts = self.store.specs[layer].weights
+        matrices = [p.router.gate.weight, experts.gate or experts.up, experts.up]
+        if p.shared is not None:
+            matrices += _inputs(p.shared)
+        routed = self._moe(layer, self._normed(h, norm, eps, matrices), p)
+        if factor == 1.0:
+            return Stream(h, *routed)
+        parts, slots, weights, add = routed
+        return torch.add(h, combine(parts, slots, weights, *([] if add is None else [add])), alpha=factor)
 
     def mlp(self, x: Tensor, p: Mlp) -> Tensor:
         return self._mlp(Activations(x), p, None)
@@ -187,17 +227,21 @@ class CudaOps(FineCudaOps):
             hidden = glu(gate, up, name, quantize_to=kinds[0] if kinds else None)
         return linear(hidden, down, bias=p.down.bias, residual=residual)
 
-    def _moe(self, layer: int, x: Activations, p: Moe, residual: Tensor | None) -> Tensor:
+    def _moe(self, layer: int, x: Activations, p: Moe) -> Routed:
         ids, weights = self._route(x, p.router)
-        adds: list[Tensor] = []
+        add = None
         if p.shared is not None:
-            shared = self._mlp(x, p.shared, None)
+            add = self._mlp(x, p.shared, None)
             if p.shared_gate is not None:
-                shared = shared * torch.sigmoid(linear(x, self.matrix(p.shared_gate), bias=p.shared_gate.bias))
-            adds.append(shared)
-        if residual is not None:
-            adds.append(residual)
-        return self._experts(layer, x, ids, weights, adds)
+                add = add * torch.sigmoid(linear(x, self.matrix(p.shared_gate), bias=p.shared_gate.bias))
+        spec = self.store.specs[layer]
+        placement = self.store.place(layer, x, ids, weights)
+        batch = ExpertBatch(placement.slots, ids, placement.slot_addr)
+        parts = batch.down(batch.gate_up(x, spec.weights), spec.weights)
+        share = self.store.collect(layer, placement)
+        if share is not None:
+            add = share if add is None else add + share
+        return parts, placement.slots, weights, add
 
     def _route(self, x: Activations, p: Router) -> tuple[Tensor, Tensor]:
         logits = linear(x, self.matrix(p.gate), bias=p.gate.bias)
@@ -206,19 +250,6 @@ class CudaOps(FineCudaOps):
             groups_used=p.groups_used, normalise=p.normalise, scale=p.scale,
         )  # fmt: skip
         return ids, weights
-
-    def _experts(self, layer: int, x: Activations, ids: Tensor, weights: Tensor, adds: list[Tensor]) -> Tensor:
-        """Routed sum plus `adds`, through the store's slots."""
-        spec = self.store.specs[layer]
-        placement = self.store.place(layer, x, ids, weights)
-        batch = ExpertBatch(placement.slots, ids, placement.slot_addr)
-        parts = batch.down(batch.gate_up(x, spec.weights), spec.weights)
-        share = self.store.collect(layer, placement)
-        if share is not None:
-            adds = [share, *adds]
-        while len(adds) > 2:
-            adds = [adds[0] + adds[1], *adds[2:]]
-        return combine(parts, placement.slots, weights, *adds)
 
     # --------------------------------------------------------------------------- fine operators with a place here
 
