@@ -106,18 +106,22 @@ def serve(argv: list[str]) -> int:
     """`ftgguf serve`: everything that llama-server's command line can say."""
     from ftgguf.flags import ActionRequested, CacheListRequested, FlagError, parse_server
     from ftgguf.pull.commands import model_table
+    from ftgguf.pull.layers import NO_EXTRAS
     from ftgguf.pull.resolve import DemoError, NameResolutionError, served_with_bar
     from ftgguf.pull.store import Store
 
     try:
-        config = parse_server(argv, os.environ)
+        config, extras = parse_server(argv, os.environ), NO_EXTRAS
         if config.router:
             return _fail(
                 "error: no model given: -m FILE, -m demo (a chat model, made on first use), -m stories (built in), "
                 "-m NAME or -hf user/repo"
             )
         if not config.model.path.startswith(SCRIPTED):
-            config = config_with_bar(config)
+            config, extras = served_with_bar(config)
+    except CacheListRequested:
+        print("\n".join(model_table(Store(None))))
+        return 0
     except ActionRequested as action:
         print(action.text)
         return 0

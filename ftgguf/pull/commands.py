@@ -17,6 +17,7 @@ from typing import NoReturn
 from ftgguf.flags.config import ModelConfig
 from ftgguf.gguf import GGUFError
 from ftgguf.pull import resolve
+from ftgguf.pull.catalog import find_model, local_models
 from ftgguf.pull.client import NetOptions
 from ftgguf.pull.create import create as create_model
 from ftgguf.pull.create import read_modelfile
@@ -26,7 +27,7 @@ from ftgguf.pull.modelfile import parameter_lines, parse_modelfile
 from ftgguf.pull.names import HubName, OllamaName, UrlName
 from ftgguf.pull.progress import Bars
 from ftgguf.pull.session import Event, Report, Session
-from ftgguf.pull.show import columns, describe_model, modelfile_of, show_json, show_text, tag_json
+from ftgguf.pull.show import columns, describe_local, modelfile_of, show_json, show_text, tag_json
 from ftgguf.pull.sizes import ago, human
 from ftgguf.pull.store import Store, stored_name
 
@@ -108,25 +109,29 @@ def pull(argv: Sequence[str]) -> int:
 
 def list_models(argv: Sequence[str]) -> int:
     """`list [PREFIX]`: name, ID, size, age; newest first."""
-    parser = _parser("list", "List the models on this disk, Ollama's included.")
+    parser = _parser("list", "List the models on this disk: pulled, built in, and Ollama's.")
     parser.add_argument("prefix", nargs="?", default="", help="only names that begin with this")
     parser.add_argument("--json", action="store_true", help="as /api/tags answers")
     args = parser.parse_args(argv)
 
     def action() -> int:
         store = Store(args.store or None)
-        entries = store.entries(args.prefix)
         if args.json:
-            print(json.dumps({"models": [tag_json(store, entry) for entry in entries]}))
-            return 0
-        rows: list[tuple[str, ...]] = [("NAME", "ID", "SIZE", "MODIFIED")]
-        now = time.time()
-        for entry in entries:
-            rows.append((str(entry.name), entry.id, human(entry.manifest.size), ago(max(0.0, now - entry.modified))))
-        print("\n".join(columns(rows)))
+            print(json.dumps({"models": [tag_json(store, model) for model in local_models(store, args.prefix)]}))
+        else:
+            print("\n".join(model_table(store, args.prefix)))
         return 0
 
     return _run(action)
+
+
+def model_table(store: Store, prefix: str = "") -> list[str]:
+    """The lines of `list`."""
+    rows: list[tuple[str, ...]] = [("NAME", "ID", "SIZE", "MODIFIED")]
+    now = time.time()
+    for model in local_models(store, prefix):
+        rows.append((model.name, model.digest[:12], human(model.size), ago(max(0.0, now - model.modified))))
+    return columns(rows)
 
 
 def show(argv: Sequence[str]) -> int:
@@ -142,11 +147,10 @@ def show(argv: Sequence[str]) -> int:
 
     def action() -> int:
         store = Store(args.store or None)
-        name = stored_name(args.name)
-        entry = store.get(name)
-        if entry is None:
-            raise NotFound(f"model '{name}' not found")
-        found = describe_model(store, entry, args.verbose)
+        model = find_model(store, args.name, files=True)
+        if model is None:
+            raise NotFound(f"model '{args.name}' not found")
+        found = describe_local(store, model, args.verbose)
         if args.json:
             print(json.dumps(show_json(found)))
             return 0

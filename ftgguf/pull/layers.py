@@ -55,6 +55,10 @@ class Extras:
     config: Config
 
 
+NO_EXTRAS = Extras({}, "", "", [], (), Config())
+"""Those of a plain file."""
+
+
 def read_extras(store: Store, entry: Entry) -> Extras:
     """Raises PullError if a layer is damaged or not on this disk."""
     texts: dict[str, list[str]] = {}

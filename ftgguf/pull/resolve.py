@@ -17,7 +17,7 @@ from ftgguf.pull.client import NetOptions
 from ftgguf.pull.demo import NEEDED_BYTES, DemoError, resolve_demo, resolve_stories
 from ftgguf.pull.errors import NameResolutionError, NotFound, Offline, PullError, Unreachable
 from ftgguf.pull.hub import local_hub, pull_hub
-from ftgguf.pull.layers import Extras, apply_params, apply_template, read_extras
+from ftgguf.pull.layers import NO_EXTRAS, Extras, apply_params, apply_template, read_extras
 from ftgguf.pull.names import (
     BlobName,
     BuiltinName,
@@ -83,8 +83,15 @@ def resolve_config(
     `progress` takes (stage, fraction); `report`, if given, the events themselves. Raises NameResolutionError,
     DemoError.
     """
+    return resolve_served(config, progress, report)[0]
+
+
+def resolve_served(
+    config: ServerConfig, progress: Progress | None = None, report: Report | None = None
+) -> tuple[ServerConfig, Extras]:
+    """`resolve_config`, and the small layers that came with the model (none with a plain file)."""
     if config.router:
-        return config
+        return config, NO_EXTRAS
     model = config.model
     with open_session(model, report or _report(progress)) as session:
         found = locate(session, name_of(model))
@@ -94,7 +101,9 @@ def resolve_config(
         aliases = (str(found.name),)
     reasons = (*config.reasons, f"model.path: {found.name} is {found.origin}")
     config = replace(config, model=replace(model, path=str(found.path), aliases=aliases), reasons=reasons)
-    return config if extras is None else _with_extras(config, extras, str(found.name))
+    if extras is None:
+        return config, NO_EXTRAS
+    return _with_extras(config, extras, str(found.name)), extras
 
 
 def _with_extras(config: ServerConfig, extras: Extras, name: str) -> ServerConfig:
@@ -227,13 +236,18 @@ def _report(progress: Progress | None) -> Report:
     return report
 
 
-def config_with_bar(config: ServerConfig) -> ServerConfig:
-    """`resolve_config` with a progress bar on stderr."""
+def served_with_bar(config: ServerConfig) -> tuple[ServerConfig, Extras]:
+    """`resolve_served` with a progress bar on stderr."""
     bars = Bars(sys.stderr)
     try:
-        return resolve_config(config, report=bars)
+        return resolve_served(config, report=bars)
     finally:
         bars.close()
+
+
+def config_with_bar(config: ServerConfig) -> ServerConfig:
+    """`resolve_config` with a progress bar on stderr."""
+    return served_with_bar(config)[0]
 
 
 __all__ = [
@@ -249,5 +263,7 @@ __all__ = [
     "open_session",
     "resolve_config",
     "resolve_model",
+    "resolve_served",
     "resolve_with_bar",
+    "served_with_bar",
 ]

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from ftgguf.gguf import GGUFFile, StringArray
+from ftgguf.pull.catalog import LocalModel, of_entry
 from ftgguf.pull.hub import parameters
-from ftgguf.pull.layers import Extras, read_extras
+from ftgguf.pull.layers import NO_EXTRAS, Extras, read_extras
+from ftgguf.pull.manifest import Config
 from ftgguf.pull.modelfile import parameter_lines, write_modelfile
 from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.pull.sizes import human
@@ -42,7 +44,8 @@ class Experts:
 class Description:
     """Everything `show` prints. `info` is the GGUF's metadata with long arrays emptied."""
 
-    entry: Entry
+    name: str
+    modified: float
     extras: Extras
     architecture: str
     parameters: int
@@ -58,11 +61,17 @@ class Description:
 
 def describe_model(store: Store, entry: Entry, verbose: bool = False) -> Description:
     """Read a model's header and small layers. Raises PullError, GGUFError."""
-    extras = read_extras(store, entry)
-    with open_model(store.model_path(entry)) as gguf:
+    return describe_local(store, of_entry(entry), verbose)
+
+
+def describe_local(store: Store, model: LocalModel, verbose: bool = False) -> Description:
+    """`describe_model` for any model on this disk; a plain file has no small layers. Raises PullError, GGUFError."""
+    extras = read_extras(store, model.entry) if model.entry is not None else NO_EXTRAS
+    with open_model(model.path(store)) as gguf:
         template = gguf.get("tokenizer.chat_template", "")
         return Description(
-            entry,
+            model.name,
+            model.modified,
             extras,
             gguf.architecture,
             gguf.n_params,
@@ -162,15 +171,16 @@ def details(extras_config: Any, family: str = "") -> dict[str, Any]:
     }
 
 
-def tag_json(store: Store, entry: Entry) -> dict[str, Any]:
-    """One element of /api/tags' `models`."""
+def tag_json(store: Store, model: Entry | LocalModel) -> dict[str, Any]:
+    """One element of /api/tags' `models`. `details` are those of the registry's config: no file is opened."""
+    model = of_entry(model) if isinstance(model, Entry) else model
     return {
-        "name": str(entry.name),
-        "model": str(entry.name),
-        "modified_at": timestamp(entry.modified),
-        "size": entry.manifest.size,
-        "digest": entry.manifest.id.hex,
-        "details": details(store.config(entry)),
+        "name": model.name,
+        "model": model.name,
+        "modified_at": timestamp(model.modified),
+        "size": model.size,
+        "digest": model.digest,
+        "details": details(store.config(model.entry) if model.entry is not None else Config()),
     }
 
 
@@ -190,7 +200,7 @@ def show_json(description: Description) -> dict[str, Any]:
         "messages": extras.messages,
         "model_info": description.info,
         "capabilities": list(description.capabilities),
-        "modified_at": timestamp(description.entry.modified),
+        "modified_at": timestamp(description.modified),
     }
     if experts is not None:
         answer["experts"] = {
@@ -207,7 +217,7 @@ def show_json(description: Description) -> dict[str, Any]:
 def modelfile_of(description: Description) -> str:
     extras = description.extras
     return write_modelfile(
-        str(description.entry.name),
+        description.name,
         extras.params,
         extras.template,
         extras.system,

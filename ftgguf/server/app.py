@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ftgguf import __version__
+from ftgguf.pull.layers import NO_EXTRAS, Extras
 from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses, streams, ui, vertex
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
@@ -74,8 +75,8 @@ POST: tuple[tuple[str, Handler], ...] = (
 )
 
 
-def build_app(state: ServerState) -> ASGIApp:
-    """The ASGI application of one model."""
+def build_app(state: ServerState, extras: Extras = NO_EXTRAS) -> ASGIApp:
+    """The ASGI application of one model; `extras` came with it from a registry."""
     app = FastAPI(title="ftgguf", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
     prefix = state.config.http.api_prefix

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
 from ftgguf.flags.config import ServerConfig, encode_config
 from ftgguf.gguf import GGUFError, GGUFFile
+from ftgguf.pull.layers import NO_EXTRAS, Extras
 from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.server import startup, vertex
 from ftgguf.server.app import build_app
@@ -47,8 +48,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def serve(config: ServerConfig) -> int:
-    """Run the HTTP server of `config` until a signal; returns the process's exit status."""
+def serve(config: ServerConfig, extras: Extras = NO_EXTRAS) -> int:
+    """Run the HTTP server of `config` until a signal; returns the process's exit status.
+
+    `extras`: what came with a model from a registry; Ollama's API applies its system prompt and messages.
+    """
     _set_up_logging(config)
     for warning in config.warnings:
         log.warning("%s", warning)
@@ -63,7 +67,7 @@ def serve(config: ServerConfig) -> int:
     try:
         gguf = open_model(_model_file(config.model.path), {o.key: o.value for o in config.model.override_kv})
         state = make_state(config, gguf)
-        app = build_app(state)
+        app = build_app(state, extras)
     except (GGUFError, ChatTemplateError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

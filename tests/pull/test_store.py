@@ -305,7 +305,10 @@ def test_create_list_show_cp_rm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0].split() == ["NAME", "ID", "SIZE", "MODIFIED"]
     assert lines[1].startswith("pirate:latest    ")
     assert lines[1].split()[2:4] == human(len(data) + 200).split()
-    (tag,) = json.loads(run("list", "--json"))["models"]
+    assert lines[2].startswith("stories    ")
+    tag, builtin = json.loads(run("list", "--json"))["models"]
+    assert builtin["name"] == "stories"
+    assert run("list", "pir").splitlines()[1:] == lines[1:2]
     assert tag["name"] == "pirate:latest"
     assert tag["digest"].startswith(lines[1].split()[1])
     assert tag["details"]["quantization_level"] == "Q8_0"
@@ -317,6 +320,8 @@ def test_create_list_show_cp_rm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert shown["system"] == "You are\na pirate."
     assert shown["experts"]["count"] == 8
     assert parse_modelfile(run("show", "pirate", "--modelfile")).params["temperature"] == 0.5
+    for plain in ("stories", str(tmp_path / "stories.gguf")):
+        assert json.loads(run("show", plain, "--json"))["experts"] == shown["experts"]
     assert run("show", "pirate", "--system") == "You are\na pirate.\n"
     assert run("cp", "pirate", "user/copy:1") == "copied 'pirate' to 'user/copy:1'\n"
     (tmp_path / "Second").write_text("FROM user/copy:1\nPARAMETER top_k 7\n")
