@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,8 @@ class CudaExecutor:
         self.host_hidden = torch.empty(self.max_rows, model.n_embd, pin_memory=pinned) if first else None
         host_rows = max(top, HEAD_ROWS) if self.final else self.max_rows
         self.host_result = torch.empty(host_rows, width, pin_memory=pinned)
+        self.after_warm_up: Callable[[], None] = lambda: None
+        """Called when every kernel is compiled."""
         self.graphs: dict[int, Any] = {}
         self.pool: Any = None
         self.prompts: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
@@ -140,11 +142,12 @@ class CudaExecutor:
         nothing: no cell changes."""
         with self._on_device():
             nothing = np.zeros(0, np.int32)
-            for rows in self._prompt_sizes():
+            for rows in self._prompt_sizes()[: None if self.captures else 1]:
                 self._prefill(_dummy(rows, nothing), None, warming=True)
             for rows in self.sizes:
                 self.small.fill(_dummy(rows, np.arange(rows, dtype=np.int32)), rows)
                 self._decode(rows)
+            self.after_warm_up()
             if not self.captures:
                 return
             torch.cuda.synchronize(self.device)
@@ -161,7 +164,17 @@ class CudaExecutor:
     def _prompt_sizes(self) -> list[int]:
         """Every size that prompts are padded to, the largest first: it takes the memory that the others find."""
         found = {prompt_rows(n, self.max_rows) for n in range(self.sizes[-1] + 1, self.max_rows + 1)}
-        return sorted(found, reverse=True) if self.captures else sorted(found)[-1:]
+        return sorted(found, reverse=True)
+
+    def rehearse(self, share: int, count: int) -> None:
+        """Go through every `count`-th kind of pass from the `share`-th, for a process that only compiles."""
+        passes = [(size, True) for size in self._prompt_sizes()] + [(size, False) for size in self.sizes]
+        for size, prompt in passes[share::count]:
+            inputs = self.large if prompt else self.small
+            inputs.fill(_dummy(size, np.zeros(0, np.int32)), size, fixed=prompt)
+            for outputs in (0, 1) if prompt else (size,):
+                h = None if self.hidden is None else self.hidden[:size]
+                self._pass(inputs.rows(size, outputs, all_outputs=not prompt), h)
 
     def forward(self, batch: Batch) -> F32:
         """See engine.executor.Executor.forward."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ftgguf.engine.cuda_cells import kv_kind
+from ftgguf.engine.cuda_compile import Helpers, Job
 from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.cuda_experts import ExpertStore, ResidentStore, expert_spec
 from ftgguf.engine.cuda_weights import CudaSource, Reader
@@ -63,7 +64,24 @@ def load_gpu(
     segments: list[Segment] = []
     if chosen.first:
         segments.append(cpu_segment(0, chosen.first, chosen.n_cells))
-    gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress)
+    job = Job(
+        path=str(gguf.path),
+        capability=device.capability[0] * 10 + device.capability[1],
+        first=chosen.first,
+        n_cells=chosen.n_cells,
+        max_rows=min(config.context.n_ubatch, config.context.n_batch),
+        decode_rows=config.context.n_parallel,
+        kv=kv_kind(config.context.type_k, config.context.type_v)[0],
+    )
+    helpers = Helpers(job, found, config.cpu.threads)
+    try:
+        gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress)
+        progress("compiling kernels", 0.0)
+        notes.append(helpers.wait())
+    except BaseException:
+        helpers.stop()
+        raise
+    gpu.after_warm_up = helpers.complete
     executor = SegmentedExecutor((*segments, gpu)) if segments else gpu
     details = {
         "device": device.id,

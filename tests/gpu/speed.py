@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ftgguf.engine.cuda_compile import cache_folder
 from ftgguf.engine.devices import list_devices
 from ftgguf.engine.load_cuda import load_gpu
 from ftgguf.flags.config import ServerConfig
@@ -122,8 +123,16 @@ def load(path: Path, options: argparse.Namespace) -> tuple[Any, dict[str, Any], 
     if isinstance(loaded, str):
         raise SystemExit(loaded)
     read = time.perf_counter()
+    kernels = compiled()
     loaded.executor.warm_up()
+    loaded.details["kernels_compiled_by_helpers"] = kernels
+    loaded.details["kernels_compiled_at_warm_up"] = compiled() - kernels
     return loaded.executor, loaded.details, {"load_s": read - started, "warm_up_s": time.perf_counter() - read}
+
+
+def compiled() -> int:
+    """Kernels in Triton's disk cache."""
+    return sum(1 for _ in cache_folder().glob("*/*.cubin"))
 
 
 def used_mib() -> int:
@@ -166,7 +175,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"details": details, **seconds, "results": results}, default=str))
     if options.profile:
-        graphs, executor.graphs = executor.graphs, {}
+        graphs, executor.graphs, executor.captures = executor.graphs, {}, False
         table = bench.table(0, 8192)
         for name, batch, count in (
             ("decode x1", rows(bench.tokens(1), [127], [table], True), 16),
@@ -178,7 +187,7 @@ def main() -> None:
             print(f"{name}: {sum(f[2] for f in found):.0f} us on the device")
             for key, launches, us in found:
                 print(f"  {us:9.1f} us {launches:5} x {us / launches:7.2f}  {key}")
-        executor.graphs = graphs
+        executor.graphs, executor.captures = graphs, True
 
 
 if __name__ == "__main__":
