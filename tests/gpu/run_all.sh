@@ -3,8 +3,8 @@
 # Usage: run_all.sh OUT_DIR [CARRIED]
 # CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, and site/ with a built llama_cpp package and
 # site/include with ggml's headers. Needs torch, triton, nanobind, cmake, a C++ compiler.
-# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels". LLAMA_BENCH: a llama-bench built with
-# CUDA to measure beside ours.
+# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels". LLAMA_BENCH: a
+# llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is there).
 set -u
 out=$1
 carried=${2:-.gpucarry}
@@ -37,7 +37,7 @@ case $what in *speed*)
 esac
 case $what in *tests*)
     OMP_NUM_THREADS=4 timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short -q \
-        --durations=5 tests/gpu/test_engine_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
+        --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
         >"$out/engine-tests.log" 2>&1
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60
     ;;
