@@ -61,6 +61,7 @@ struct Weights {
 void bind_backend(nb::module_ & m);
 void bind_graph(nb::module_ & m);
 void bind_cells(nb::module_ & m);
+void bind_experts(nb::module_ & m);
 
 // A new tensor header of 1 to 4 dimensions, refusing what ggml would abort on.
 ggml_tensor * new_tensor(ggml_context * ctx, int type, const Shape & ne);

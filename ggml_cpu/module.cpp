@@ -5,4 +5,5 @@ NB_MODULE(_ggml_cpu, m) {
     ftgguf::bind_backend(m);
     ftgguf::bind_graph(m);
     ftgguf::bind_cells(m);
+    ftgguf::bind_experts(m);
 }
