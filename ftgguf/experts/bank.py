@@ -1,0 +1,258 @@
+"""The host bank: the expert tensors' bytes, exactly as in the file, in memory that the GPU can read.
+
+Anonymous memory with huge pages advised and interleaved over NUMA nodes, filled by several threads in large blocks,
+the file's pages dropped from the page cache as they go, then registered with the driver in pieces. No torch in here:
+`pin` is whatever registers memory (`ftgguf.experts.pinning.cuda_pinner`, a fake in tests, or None without a device).
+Where pinning is refused or capped, the layers not covered stay readable for the CPU only, and the plan says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ftgguf.engine.memory import available_memory
+from ftgguf.gguf.header import TensorInfo
+from ftgguf.gguf.reader import GGUFFile
+
+U8 = NDArray[np.uint8]
+Progress = Callable[[float], None]
+
+BLOCK = 8 << 20
+"""Bytes one thread reads at a time."""
+PIECE = 256 << 20
+"""Bytes registered at once: some drivers refuse one registration of many gigabytes. No layer lies in two pieces."""
+HUGE = 2 << 20
+HEADROOM = 1.10
+"""The resident set may be a tenth more than the bank."""
+
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_INTERLEAVE = 3
+
+
+class BankError(MemoryError):
+    """The pool does not fit into host memory; the message has the numbers."""
+
+
+class Pinner(Protocol):
+    """Registers host memory for the GPU."""
+
+    def register(self, address: int, nbytes: int) -> str:
+        """ "" when the range is pinned, else why not."""
+
+    def unregister(self, address: int) -> None: ...
+
+
+class LimitedPinner:
+    """A pinner that refuses beyond `limit` bytes in all: for tests of the partly pinned plan (`--pin-limit`), with
+    `inner` None nothing is really registered."""
+
+    def __init__(self, limit: int, inner: Pinner | None = None) -> None:
+        self.limit, self.inner = limit, inner
+        self.held: dict[int, int] = {}
+
+    def register(self, address: int, nbytes: int) -> str:
+        if sum(self.held.values()) + nbytes > self.limit:
+            return f"the limit of {self.limit} pinned bytes is reached"
+        refusal = "" if self.inner is None else self.inner.register(address, nbytes)
+        if not refusal:
+            self.held[address] = nbytes
+        return refusal
+
+    def unregister(self, address: int) -> None:
+        if self.held.pop(address, 0) and self.inner is not None:
+            self.inner.unregister(address)
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """One expert tensor in the bank: expert e's bytes are at `address + e * stride`."""
+
+    info: TensorInfo
+    address: int
+    stride: int
+    view: U8
+
+
+@dataclass(slots=True)
+class BankReport:
+    """What start-up prints."""
+
+    bytes: int = 0
+    pinned: int = 0
+    read_seconds: float = 0.0
+    pin_seconds: float = 0.0
+    numa_nodes: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        gb = self.bytes / 1e9
+        rate = self.bytes / max(self.read_seconds, 1e-9) / 1e9
+        text = f"expert bank: {gb:.2f} GB read in {self.read_seconds:.1f} s ({rate:.1f} GB/s)"
+        if self.pinned or self.pin_seconds:
+            text += f", {self.pinned / 1e9:.2f} GB pinned in {self.pin_seconds:.1f} s"
+        if self.numa_nodes > 1:
+            text += f", interleaved over {self.numa_nodes} NUMA nodes"
+        return "; ".join([text, *self.notes])
+
+
+class Bank:
+    """The experts of some layers. `tensors[layer]` in the order they were asked for; `pinned[layer]` whether the GPU
+    can read them all."""
+
+    def __init__(self, gguf: GGUFFile, layers: dict[int, Sequence[TensorInfo]], threads: int = 8) -> None:
+        """Takes the memory; `load` fills it. Raises BankError if the host has too little."""
+        self.gguf = gguf
+        self.threads = max(1, threads)
+        self.report = BankReport()
+        self.tensors: dict[int, tuple[Resident, ...]] = {}
+        self.pinned: dict[int, bool] = dict.fromkeys(layers, False)
+        self._pieces: list[tuple[int, int, list[int]]] = []
+        self._registered: list[tuple[int, Pinner]] = []
+        offsets, total = self._plan(layers)
+        self.report.bytes = sum(i.nbytes for infos in layers.values() for i in infos)
+        free = available_memory()
+        if total * HEADROOM > free:
+            raise BankError(
+                f"the experts need {total / 1e9:.1f} GB of host memory and {free / 1e9:.1f} GB are free: use a smaller "
+                "quantisation, put more layers wholly on the GPU, or read them from the file with --expert-disk"
+            )
+        self._map = mmap.mmap(-1, max(total, 1) + HUGE)
+        raw = np.frombuffer(self._map, np.uint8)
+        skip = -int(raw.ctypes.data) % HUGE
+        self.memory: U8 = raw[skip : skip + max(total, 1)]
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self._map.madvise(mmap.MADV_DONTFORK)  # a child that copies pinned pages on write breaks the pinning
+        self._interleave()
+        base = int(self.memory.ctypes.data)
+        self._pieces = [(base + start, size, layers_in) for start, size, layers_in in self._pieces]
+        for layer, infos in layers.items():
+            self.tensors[layer] = tuple(
+                Resident(i, base + at, i.nbytes // i.shape[2], self.memory[at : at + i.nbytes])
+                for i, at in zip(infos, offsets[layer], strict=True)
+            )
+
+    def _plan(self, layers: dict[int, Sequence[TensorInfo]]) -> tuple[dict[int, list[int]], int]:
+        """Offsets of the tensors, multiples of 256, and the whole size. Pieces begin at pages, with a layer's start."""
+        offsets: dict[int, list[int]] = {}
+        end = start = 0
+        inside: list[int] = []
+        for layer, infos in layers.items():
+            size = sum(-(-i.nbytes // 256) * 256 for i in infos)
+            if inside and end - start + size > PIECE:
+                end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+                self._pieces.append((start, end - start, inside))
+                start, inside = end, []
+            offsets[layer] = []
+            for i in infos:
+                offsets[layer].append(end)
+                end += -(-i.nbytes // 256) * 256
+            inside.append(layer)
+        end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        if inside:
+            self._pieces.append((start, end - start, inside))
+        return offsets, end
+
+    def _interleave(self) -> None:
+        """Spread the pages over the NUMA nodes, where there are several: threads of all of them read the bank."""
+        nodes = numa_nodes()
+        number = _SYS_MBIND.get(os.uname().machine)
+        if len(nodes) < 2 or number is None:
+            return
+        mask = ctypes.c_ulong(sum(1 << n for n in nodes))
+        address = int(self.memory.ctypes.data)
+        libc = ctypes.CDLL(None, use_errno=True)
+        code = libc.syscall(
+            number, ctypes.c_void_p(address), ctypes.c_ulong(len(self.memory)), _MPOL_INTERLEAVE, ctypes.byref(mask),
+            ctypes.c_ulong(64), 0,
+        )  # fmt: skip
+        if code == 0:
+            self.report.numa_nodes = len(nodes)
+        else:
+            self.report.notes.append(f"not interleaved over NUMA nodes: {os.strerror(ctypes.get_errno())}")
+
+    def load(self, progress: Progress = lambda f: None) -> None:
+        """Read every tensor. Raises OSError when the file ends early."""
+        started = time.monotonic()
+        files = [os.open(shard.path, os.O_RDONLY) for shard in self.gguf.shards]
+        jobs = [
+            (r, at, min(BLOCK, len(r.view) - at))
+            for residents in self.tensors.values()
+            for r in residents
+            for at in range(0, len(r.view), BLOCK)
+        ]
+        jobs.sort(key=lambda j: (j[0].info.shard, j[0].info.offset + j[1]))
+        done = 0
+        try:
+            with ThreadPoolExecutor(self.threads) as pool:
+                for n in pool.map(lambda j: self._read(files[j[0].info.shard], *j), jobs):
+                    done += n
+                    progress(done / max(self.report.bytes, 1))
+        finally:
+            for fd in files:
+                os.close(fd)
+        self.report.read_seconds = time.monotonic() - started
+
+    def _read(self, fd: int, r: Resident, at: int, size: int) -> int:
+        view, start = memoryview(r.view), r.info.offset
+        done = at
+        while done < at + size:
+            got = os.preadv(fd, [view[done : at + size]], start + done)
+            if got <= 0:
+                path = self.gguf.shards[r.info.shard].path
+                raise OSError(f"{path}: the file ended inside tensor '{r.info.name}'")
+            done += got
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, start + at, size, os.POSIX_FADV_DONTNEED)
+        return size
+
+    def pin(self, pinner: Pinner) -> None:
+        """Register the pieces in the order of the layers until one is refused; later layers stay unpinned."""
+        started = time.monotonic()
+        for address, size, layers in self._pieces:
+            refusal = pinner.register(address, size)
+            if refusal:
+                left = [layer for layer, ok in self.pinned.items() if not ok]
+                self.report.notes.append(
+                    f"pinned {self.report.pinned / 1e9:.2f} of {self.report.bytes / 1e9:.2f} GB ({refusal}): the "
+                    f"missing experts of {len(left)} of {len(self.pinned)} layers run on the CPU. Cure: raise "
+                    "`ulimit -l`, the container's memory limit or --pin-limit"
+                )
+                break
+            self._registered.append((address, pinner))
+            self.report.pinned += size
+            for layer in layers:
+                self.pinned[layer] = True
+        self.report.pin_seconds = time.monotonic() - started
+
+    def close(self) -> None:
+        """Unregister; the memory goes with its last view."""
+        for address, pinner in self._registered:
+            pinner.unregister(address)
+        self._registered = []
+        self.pinned = dict.fromkeys(self.pinned, False)
+
+
+def numa_nodes() -> list[int]:
+    """Numbers of the nodes that have memory."""
+    try:
+        text = Path("/sys/devices/system/node/has_memory").read_text().strip()
+    except OSError:
+        return [0]
+    nodes: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        nodes += range(int(first), int(last or first) + 1)
+    return nodes
