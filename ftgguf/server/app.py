@@ -13,10 +13,14 @@ from starlette.types import ASGIApp
 
 from ftgguf import __version__
 from ftgguf.pull.layers import NO_EXTRAS, Extras
-from ftgguf.server import anthropic, chat, infill, metrics, native, openai, responses, streams, ui, vertex
+from ftgguf.server import anthropic, chat, infill, metrics, native, ollama, openai, responses, streams, ui, vertex
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
+from ftgguf.server.models import FixedModel
+from ftgguf.server.ollama_blobs import add_blobs
+from ftgguf.server.ollama_store import Manager, add_management
+from ftgguf.server.ollama_wire import PREFIX, error_response
 from ftgguf.server.sse import Disconnected
 from ftgguf.server.state import ServerState
 
@@ -75,10 +79,31 @@ POST: tuple[tuple[str, Handler], ...] = (
 )
 
 
+OLLAMA: tuple[tuple[str, Handler], ...] = (
+    ("/api/chat", ollama.post_chat),
+    ("/api/generate", ollama.post_generate),
+    ("/api/embed", ollama.post_embed),
+    ("/api/embeddings", ollama.post_embed),
+)
+"""Ollama's routes that a model answers; those about the store are in `ollama_store`."""
+
+
 def build_app(state: ServerState, extras: Extras = NO_EXTRAS) -> ASGIApp:
-    """The ASGI application of one model; `extras` came with it from a registry."""
+    """The ASGI application of a server with one model; `extras` came with the model from a registry."""
+    host = FixedModel(state)
+    app = model_app(state, extras, host.names)
+    prefix = state.config.http.api_prefix
+    add_management(app, prefix, Manager(state.config, host))
+    add_blobs(app, prefix)
+    ui.add_ui(app, state.config.http)
+    return Gate(app, state.config.http, state.engine)
+
+
+def model_app(state: ServerState, extras: Extras, names: tuple[str, ...]) -> FastAPI:
+    """The routes that one model answers; `names` are those that Ollama's API may call it by."""
     app = FastAPI(title="ftgguf", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
+    app.state.ollama = ollama.Served(names, extras)
     prefix = state.config.http.api_prefix
 
     def add(method: str, path: str, handler: Handler) -> None:
@@ -87,20 +112,24 @@ def build_app(state: ServerState, extras: Extras = NO_EXTRAS) -> ASGIApp:
 
     for path, handler in GET:
         add("GET", path, handler)
-    for path, handler in POST:
+    for path, handler in (*POST, *OLLAMA):
         add("POST", path, handler)
     add("DELETE", "/v1/stream", streams.delete_stream)
     if vertex.enabled():
         if vertex.health_route():
             add("GET", vertex.health_route(), native.get_health)
         add("POST", vertex.predict_route(), vertex.predict_handler(dict(POST)))
-    ui.add_ui(app, state.config.http)
+    add_error_handlers(app)
+    return app
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Whatever is raised ends as an error object of the API that was asked."""
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Disconnected, _gone)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _unexpected)
-    return Gate(app, state.config.http, state.engine)
 
 
 def _id(method: str, path: str) -> str:
@@ -109,7 +138,12 @@ def _id(method: str, path: str) -> str:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(error.document(), error.code)
+    return error_response(error) if is_ollama(request) else json_response(error.document(), error.code)
+
+
+def is_ollama(request: Request) -> bool:
+    """Whether a request is to Ollama's API, whose errors are strings."""
+    return PREFIX in request.url.path
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -126,4 +160,5 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return json_response(native.internal(error).document(), 500)
+    answer = native.internal(error)
+    return error_response(answer) if is_ollama(request) else json_response(answer.document(), 500)

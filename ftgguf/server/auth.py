@@ -6,25 +6,37 @@ Order and texts are llama-server's: preflight first (never authenticated), then 
 from __future__ import annotations
 
 import hmac
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ftgguf.flags.config import HttpConfig
-from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError, unavailable
+from ftgguf.server.ollama_wire import PREFIX
 from ftgguf.server.wire import dumps
 
 PUBLIC = frozenset(("/health", "/v1/health", "/", "/index.html"))
+WHILE_LOADING = frozenset(("/", "/index.html", "/api/version", "/api/status", "/api/tags", "/api/ps", "/api/pull"))
+"""Paths that need no model."""
 INVALID_KEY = {"error": {"message": "Invalid API Key", "type": "authentication_error", "code": 401}}
 LOADING = {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}
+
+
+class Readiness(Protocol):
+    """What decides whether requests are let in: an engine client, or a front that loads models on demand."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def failure(self) -> str: ...
 
 
 class Gate:
     """ASGI middleware in front of the application."""
 
-    def __init__(self, app: ASGIApp, http: HttpConfig, engine: EngineClient) -> None:
+    def __init__(self, app: ASGIApp, http: HttpConfig, engine: Readiness) -> None:
         self._app = app
         self._http = http
         self._engine = engine
@@ -48,12 +60,15 @@ class Gate:
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
             status, document = refusal
+            if PREFIX in scope["path"]:  # Ollama's errors are strings
+                document = {"error": document["error"]["message"]}
             await _reply(send_with_headers, status, dumps(document), b"application/json; charset=utf-8")
             return
         await self._app(scope, receive, send_with_headers)
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, object] | None:
-        if self._engine.state != "ready" and path not in ("/", "/index.html"):
+    def _refusal(self, path: str, headers: Headers) -> tuple[int, dict[str, Any]] | None:
+        awake = self._engine.state in ("ready", "sleeping")
+        if not awake and path.removeprefix(self._http.api_prefix) not in WHILE_LOADING:
             if self._engine.state == "failed":
                 error: ApiError = unavailable(self._engine.failure)
                 return 503, error.document()

@@ -5,6 +5,9 @@ configuration (`flags.config.encode_config`); all others are `ftgguf.engine.mess
 `Popen` and an inherited socket, never forked, and exits when the socket closes.
 
 One engine at a time: two expert pools do not fit, so a restart waits until the old process is gone.
+
+With `sleep_when_idle` the engine is ended while nobody needs it (llama-server's sleep mode), and started by the next
+request; its counters go on.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +54,8 @@ class RequestStream:
         self._live = {request.id for request in requests}
         self._queue: deque[Reply | m.Failed] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self.on_exit: Callable[[], None] | None = None
+        """Called once when the block is left."""
 
     @property
     def running(self) -> bool:
@@ -97,6 +102,9 @@ class RequestStream:
     ) -> None:
         self._client.release(self._live)
         self._live = set()
+        if self.on_exit is not None:
+            self.on_exit()
+            self.on_exit = None
 
 
 def _wake(waiter: asyncio.Future[None] | None) -> None:
@@ -105,7 +113,7 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
 
 
 class EngineClient:
-    """Owns one engine process. `state` is `loading`, `ready`, `failed` (gave up) or `stopped`."""
+    """Owns one engine process. `state` is `loading`, `ready`, `sleeping`, `failed` (gave up) or `stopped`."""
 
     def __init__(self, config: bytes, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self.config = config
@@ -115,6 +123,10 @@ class EngineClient:
         self.loading = m.Loading(stage="starting", fraction=0.0)
         self.failure = ""
         self.restarts = 0
+        self.last_used = time.monotonic()
+        self._carried: dict[str, float] = {}
+        """Counters of the engines that were put to sleep."""
+        self._wake = asyncio.Event()
         self._ids = 0
         self._streams: dict[int, RequestStream] = {}
         self._controls: dict[int, asyncio.Future[m.Reply]] = {}
@@ -137,6 +149,45 @@ class EngineClient:
             raise unavailable(self.failure or "the engine is stopped")
         return self.ready
 
+    @property
+    def busy(self) -> bool:
+        """Something is asked of the engine right now."""
+        return bool(self._streams or self._controls)
+
+    async def sleep_when_idle(self, seconds: float) -> None:
+        """Put the engine to sleep whenever nothing was asked of it for `seconds`; runs until it is cancelled."""
+        while True:
+            left = self.last_used + seconds - time.monotonic()
+            if self.state != "ready" or self.busy or left > 0:
+                await asyncio.sleep(min(max(left, 0.05), 1.0))
+                continue
+            self._carry(await self.control("metrics", reset=False))
+            if self.busy or self.state != "ready":
+                continue
+            log.info("idle for %g s: the model is unloaded until the next request", seconds)
+            self._wake.clear()
+            self._set_state("sleeping")
+            if self._writer is not None:
+                self._writer.close()
+
+    async def awake(self) -> None:
+        """Start the engine again if it sleeps and wait until it is ready; raises `ApiError` if it cannot start."""
+        if self.state != "sleeping":
+            return
+        self._wake.set()
+        while self.state == "sleeping":
+            await self._wait_change()
+        await self.wait_ready()
+
+    def _carry(self, values: dict[str, float]) -> None:
+        self._carried = merge_counters(self._carried, values)
+
+    async def metrics(self) -> dict[str, float]:
+        """The counters of all engines so far; a sleeping one is not woken."""
+        if self.state == "sleeping":
+            return dict(self._carried)
+        return merge_counters(self._carried, await self.control("metrics", reset=True))
+
     async def stop(self) -> None:
         """Close the socket, wait for the process to leave, kill it if it does not."""
         self.state = "stopped"
@@ -153,6 +204,12 @@ class EngineClient:
             reader = await self._spawn()
             started = time.monotonic()
             reason = await self._read(reader)
+            if self.state == "sleeping":
+                await self._end_process()
+                await self._wake.wait()
+                self.last_used = time.monotonic()
+                self._set_state("loading")
+                continue
             was_ready = self.state == "ready"
             failed_starts = 0 if was_ready else failed_starts + 1
             self._set_state("loading")
@@ -219,6 +276,7 @@ class EngineClient:
                 stream.push(message)
             if isinstance(message, m.Finished | m.Failed):
                 self._streams.pop(message.id, None)
+                self.last_used = time.monotonic()
         elif isinstance(message, m.Reply):
             future = self._controls.pop(message.id, None)
             if future is not None and not future.done():
@@ -273,6 +331,7 @@ class EngineClient:
         """Send `requests`; their messages arrive in the stream. 503 while there is no engine."""
         if self.state != "ready":
             raise unavailable("Loading model" if self.state == "loading" else self.failure or "the engine is stopped")
+        self.last_used = time.monotonic()
         stream = RequestStream(self, requests)
         for request in requests:
             self._streams[request.id] = stream
@@ -294,6 +353,7 @@ class EngineClient:
 
     async def control(self, action: str, **arguments: Any) -> Any:
         """The engine's answer to `action`; raises `ApiError` (400) with its message when it refuses."""
+        await self.awake()
         if self.state != "ready":
             raise unavailable("Loading model")
         id = self.new_id()
@@ -307,3 +367,14 @@ class EngineClient:
         if not reply.ok:
             raise ApiError(reply.message)
         return reply.value
+
+
+def merge_counters(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:
+    """Metrics of an engine together with those of the engines before it: totals add up, the rest is what is now."""
+    out = dict(now)
+    for name, value in before.items():
+        if name == "n_tokens_max":
+            out[name] = max(value, now.get(name, 0))
+        elif name.endswith("_total"):
+            out[name] = value + now.get(name, 0)
+    return out

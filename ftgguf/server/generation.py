@@ -8,6 +8,7 @@ plain HTTP error (later ones become an event, then the stream ends).
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -55,6 +56,8 @@ class Sequence:
     cached: int = 0
     slot: int = -1
     finished: m.Finished | None = None
+    first_at: float = 0.0
+    """When the first text came (`time.monotonic`)."""
 
     @property
     def prompt_n(self) -> int:
@@ -62,6 +65,8 @@ class Sequence:
 
     def take(self, message: m.Started | m.Progress | m.Delta | m.Finished) -> None:
         if isinstance(message, m.Delta):
+            if not self.first_at:
+                self.first_at = time.monotonic()
             self.text.append(message.text)
             self.tokens += message.tokens
             self.probs += message.probs
@@ -164,7 +169,10 @@ def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:
 
 async def respond(state: ServerState, request: Request, sequences: list[Sequence], shape: Format) -> Response:
     """Run `sequences` and answer in `shape`; errors before the first event are raised as `ApiError`."""
+    await state.engine.awake()
+    entry = state.request_log.begin(request.url.path, getattr(request.state, "body", None), sequences)
     stream = state.engine.open([sequence.request for sequence in sequences])
+    stream.on_exit = entry.end if entry is not None else None
     by_id = {sequence.request.id: sequence for sequence in sequences}
     if not sequences[0].params.stream:
         async with stream:

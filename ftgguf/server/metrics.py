@@ -58,7 +58,7 @@ async def get_metrics(request: Request) -> Response:
     state = state_of(request)
     if not state.config.http.metrics:
         raise not_supported("This server does not support metrics endpoint. Start it with `--metrics`")
-    values = await state.engine.control("metrics", reset=True)
+    values = await state.engine.metrics()
     response = Response(render({**values, "engine_restarts_total": state.engine.restarts}))
     response.headers["content-type"] = "text/plain; version=0.0.4"
     response.headers["process-start-time-unix"] = str(state.started_at)

@@ -204,7 +204,7 @@ async def get_props(request: Request) -> Response:
         "bos_token": templates.default.bos_token,
         "eos_token": templates.default.eos_token,
         "build_info": BUILD_INFO,
-        "is_sleeping": False,
+        "is_sleeping": state.engine.state == "sleeping",
         "cors_proxy_enabled": False,
     }
     if state.config.chat.jinja and templates.tool_use is not None:

@@ -149,6 +149,8 @@ async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) ->
     await state.engine.start()
     serving = asyncio.create_task(server.serve(sockets=[listener.socket for listener in listeners]))
     starting = asyncio.create_task(_announce(state, listeners))
+    idle = http.sleep_idle_seconds
+    sleeper = asyncio.create_task(state.engine.sleep_when_idle(idle)) if idle > 0 else None
     status = 0
     try:
         done, _ = await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
@@ -158,6 +160,8 @@ async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) ->
         await serving
     finally:
         starting.cancel()
+        if sleeper is not None:
+            sleeper.cancel()
         await state.engine.stop()
     return status
 

@@ -18,6 +18,7 @@ from ftgguf.flags.config import ServerConfig
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError, unavailable
 from ftgguf.server.params import RequestParams
+from ftgguf.server.record import RequestLog
 from ftgguf.server.replay import Sessions
 from ftgguf.server.schema import Context, Vocabulary
 from ftgguf.server.wire import parse_body, random_id
@@ -60,6 +61,7 @@ class ServerState:
         self.media_marker = f"<__media_{random_id()}__>"
         self.eog = tuple(sorted(vocab.eog_ids))
         self.sessions = Sessions()
+        self.request_log = RequestLog(config, vocab)
         self.chats: WeakValueDictionary[str, RunningChat] = WeakValueDictionary()
         """Running chat completions by id."""
         self._pool = ThreadPoolExecutor(2, "front")
@@ -95,10 +97,12 @@ class ServerState:
                 raise ApiError(f"request body is larger than {MAX_BODY} bytes", code=413)
             chunks.append(chunk)
         body = b"".join(chunks)
-        return await self.run(size, lambda: parse_body(body)), size
+        request.state.body = parsed = await self.run(size, lambda: parse_body(body))
+        return parsed, size
 
     def close(self) -> None:
         self.sessions.close()
+        self.request_log.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
