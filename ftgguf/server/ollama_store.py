@@ -1,0 +1,419 @@
+"""Ollama's management routes: /api/tags, show, ps, pull, delete, copy, create, blobs, version, status, HEAD /."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+
+from ftgguf.flags.config import ServerConfig
+from ftgguf.gguf import GGUFError
+from ftgguf.pull.catalog import LocalModel, find_model, local_models
+from ftgguf.pull.client import NetOptions
+from ftgguf.pull.commands import event_json
+from ftgguf.pull.create import create
+from ftgguf.pull.errors import Cancelled, NameResolutionError, PullError
+from ftgguf.pull.modelfile import Modelfile
+from ftgguf.pull.names import HubName, OllamaName, StoredName, parse
+from ftgguf.pull.resolve import fetch
+from ftgguf.pull.session import Event, Session
+from ftgguf.pull.show import describe_local, show_json, tag_json
+from ftgguf.pull.store import Store, stored_name
+from ftgguf.server.errors import ApiError, InvalidRequest, server_error
+from ftgguf.server.generation import json_response
+from ftgguf.server.models import ModelHost, Running
+from ftgguf.server.ollama_guard import check_may_change
+from ftgguf.server.ollama_wire import FOREVER, VERSION, line, model_name, not_found, stream_response, timestamp
+from ftgguf.server.wire import lenient, parse_body
+
+log = logging.getLogger("ftgguf.server")
+
+MAX_BODY = 16 << 20
+MAX_JOBS = 4
+"""Pulls and creations at once; more wait."""
+INTERVAL_S = 0.06
+"""Least time between two lines about the same layer, as in Ollama."""
+
+
+@dataclass
+class Manager:
+    """What the management routes share. Disk and network work runs in its threads, never in the event loop."""
+
+    config: ServerConfig
+    host: ModelHost
+    jobs: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_JOBS, "pull"))
+    disk: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
+
+    def store(self) -> Store:
+        return Store(self.config.model.store or None)
+
+    async def run(self, work: Callable[[], Any]) -> Any:
+        """`work()` in the disk's thread, its errors as `ApiError`."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.disk, work)
+        except (NameResolutionError, GGUFError, OSError) as error:
+            raise api_error(error) from None
+
+    def session(self, report: Callable[[Event], None], cancelled: Callable[[], bool], insecure: bool) -> Session:
+        """A session that asks no host but the listed ones."""
+        model = self.config.model
+        options = NetOptions(offline=model.offline, insecure=insecure)
+        return Session(self.store(), options, report, model.hf_token, model.pull_hosts, cancelled)
+
+    def find(self, name: str) -> LocalModel:
+        """A model by the name in a request. Raises ApiError (404), NameResolutionError."""
+        found = self.host.find(name) or find_model(self.store(), name)
+        if found is None:
+            raise not_found(name)
+        return found
+
+    def close(self) -> None:
+        self.jobs.shutdown(wait=False, cancel_futures=True)
+        self.disk.shutdown(wait=False, cancel_futures=True)
+
+
+def api_error(error: BaseException) -> ApiError:
+    """An error of the model store as an HTTP one; texts never hold this machine's paths (see `pull.errors`)."""
+    if isinstance(error, PullError):
+        kind = {404: "not_found_error", 401: "authentication_error", 403: "permission_error"}.get(error.status)
+        return ApiError(str(error), kind or "server_error", error.status)
+    if isinstance(error, NameResolutionError):
+        return InvalidRequest(str(error))
+    if isinstance(error, GGUFError):
+        return server_error(error.message)
+    return server_error(f"the model store cannot be used: {getattr(error, 'strerror', None) or type(error).__name__}")
+
+
+def manager_of(request: Request) -> Manager:
+    found: Manager = request.app.state.manager
+    return found
+
+
+async def read_json(request: Request) -> Any:
+    """The body of a management request, small ones only."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY:
+            raise ApiError(f"request body is larger than {MAX_BODY} bytes", code=413)
+    return parse_body(body)
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+async def get_tags(request: Request) -> Response:
+    manager = manager_of(request)
+
+    def work() -> list[dict[str, Any]]:
+        store = manager.store()
+        models = {model.name: model for model in (*manager.host.own(), *local_models(store))}
+        return [tag_json(store, model) for model in models.values()]
+
+    return json_response({"models": await manager.run(work)})
+
+
+async def post_show(request: Request) -> Response:
+    manager, body = manager_of(request), await read_json(request)
+    name, verbose = model_name(body), lenient(body, "verbose", False)
+
+    def work() -> dict[str, Any]:
+        store = manager.store()
+        return show_json(describe_local(store, manager.find(name), verbose))
+
+    return json_response(await manager.run(work))
+
+
+async def get_ps(request: Request) -> Response:
+    manager = manager_of(request)
+    running = manager.host.running()
+
+    def work() -> list[dict[str, Any]]:
+        store = manager.store()
+        return [ps_json(store, model) for model in running]
+
+    return json_response({"models": await manager.run(work)})
+
+
+def ps_json(store: Store, running: Running) -> dict[str, Any]:
+    """One element of /api/ps' `models`."""
+    told = tag_json(store, running.model) if running.model is not None else {"name": running.name}
+    told.pop("modified_at", None)
+    expires = FOREVER if running.expires is None else timestamp(running.expires)
+    return told | {
+        "name": running.name,
+        "model": running.name,
+        "size": running.size,
+        "size_vram": running.size_vram,
+        "context_length": running.context,
+        "expires_at": expires,
+    }
+
+
+async def get_version(request: Request) -> Response:
+    return json_response({"version": VERSION})
+
+
+async def get_status(request: Request) -> Response:
+    """There are no remote models here."""
+    return json_response({"cloud": {"disabled": True, "source": "ftgguf"}})
+
+
+async def head_root(request: Request) -> Response:
+    return PlainTextResponse("Ollama is running")
+
+
+# ------------------------------------------------------------------------------------------------------ changing
+
+
+async def post_pull(request: Request) -> Response:
+    manager = manager_of(request)
+    check_may_change(request, manager.config)
+    body = await read_json(request)
+    name = registry_name(model_name(body))
+    insecure = lenient(body, "insecure", False)
+
+    def work(report: Callable[[Event], None], cancelled: Callable[[], bool]) -> None:
+        with manager.session(report, cancelled, insecure) as session:
+            session.check_host(name)
+            fetch(session, name)
+
+    with manager.session(lambda _event: None, lambda: False, insecure) as probe:
+        try:
+            probe.check_host(name)
+        except PullError as error:
+            raise api_error(error) from None
+    return await job_response(manager, work, lenient(body, "stream", True))
+
+
+def registry_name(text: str) -> OllamaName | HubName:
+    """A name that may be pulled over HTTP: of a registry or the Hub, never a path or an address. Raises ApiError."""
+    try:
+        name = parse(text)
+    except NameResolutionError as error:
+        raise InvalidRequest(str(error)) from None
+    if not isinstance(name, OllamaName | HubName):
+        raise InvalidRequest(f"'{text[:200]}' is not the name of a model in a registry, for example qwen3:30b")
+    return name
+
+
+def target_name(text: Any) -> StoredName:
+    """The name of something in our store. Raises NameResolutionError, InvalidRequest."""
+    if not isinstance(text, str) or not text:
+        raise InvalidRequest("a model's name is missing")
+    return stored_name(text)
+
+
+async def post_copy(request: Request) -> Response:
+    manager = manager_of(request)
+    check_may_change(request, manager.config)
+    body = await read_json(request)
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+
+    def work() -> None:
+        store = manager.store()
+        source = store.get(target_name(body.get("source")))
+        if source is None:
+            raise not_found(str(body.get("source")))
+        store.copy(source, target_name(body.get("destination")))
+
+    await manager.run(work)
+    manager.host.changed()
+    return Response(status_code=200)
+
+
+async def delete_model(request: Request) -> Response:
+    """`DELETE /api/delete`: unloads the model first."""
+    manager = manager_of(request)
+    check_may_change(request, manager.config)
+    name = model_name(await read_json(request))
+    await remove(manager, name)
+    return Response(status_code=200)
+
+
+async def remove(manager: Manager, name: str) -> None:
+    """Delete a model of our store, unloaded first. Raises ApiError."""
+
+    def known() -> StoredName:
+        target = target_name(name)
+        if manager.store().get(target) is None:
+            raise not_found(name)
+        return target
+
+    target = await manager.run(known)
+    await manager.host.unload(name)
+    await manager.run(lambda: manager.store().delete(target))
+    manager.host.changed()
+
+
+async def post_create(request: Request) -> Response:
+    """From another model's name, or from blobs that were sent before; never from a path of this machine."""
+    manager = manager_of(request)
+    check_may_change(request, manager.config)
+    body = await read_json(request)
+    name = model_name(body)
+    target, modelfile = creation(body, name)
+    source = modelfile.source
+
+    def work(report: Callable[[Event], None], cancelled: Callable[[], bool]) -> None:
+        with manager.session(report, cancelled, False) as session:
+            if source.startswith("sha256:"):
+                blob = session.store.find_blob(parse(source).digest)  # type: ignore[union-attr]
+                if blob is None:
+                    raise not_found(source)
+                modelfile.source = str(blob)
+            else:
+                base = registry_name(source)
+                if session.store.get(base) is None:
+                    session.check_host(base)
+            create(session, target, modelfile, Path("/"))
+
+    return await job_response(manager, work, lenient(body, "stream", True))
+
+
+def creation(body: dict[str, Any], name: str) -> tuple[StoredName, Modelfile]:
+    """The body of /api/create as a Modelfile. Raises ApiError."""
+    try:
+        target = stored_name(name)
+    except NameResolutionError as error:
+        raise InvalidRequest(str(error)) from None
+    files = body.get("files")
+    source = body.get("from") or ""
+    if isinstance(files, dict) and files:
+        if len(files) > 1:
+            raise InvalidRequest("files: one .gguf file can be given here; use ftgguf create for split models")
+        source = next(iter(files.values()))
+    if not isinstance(source, str) or not source:
+        raise InvalidRequest("from (a model's name) or files (a name and the digest of a blob) must be given")
+    for unsupported in ("adapters", "quantize", "modelfile"):
+        if body.get(unsupported):
+            raise InvalidRequest(f"{unsupported} is not supported here")
+    if not source.startswith("sha256:"):
+        registry_name(source)
+    elif len(source) != 71 or not all(c in "0123456789abcdef" for c in source[7:]):
+        raise InvalidRequest("files: a digest is sha256: and 64 hex digits")
+    licenses = body.get("license") or []
+    modelfile = Modelfile(
+        source=source,
+        params=lenient(body, "parameters", {}),
+        system=lenient(body, "system", "") or None,
+        template=lenient(body, "template", "") or None,
+        messages=lenient(body, "messages", []),
+        licenses=[licenses] if isinstance(licenses, str) else [str(each) for each in licenses],
+    )
+    return target, modelfile
+
+
+# ---------------------------------------------------------------------------------------------------------- jobs
+
+Work = Callable[[Callable[[Event], None], Callable[[], bool]], None]
+"""`work(report, cancelled)`, run in a thread."""
+
+
+class Job:
+    """One pull or creation: events from its thread to the event loop, the reader's leaving back to it."""
+
+    def __init__(self, manager: Manager, work: Work) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._gone = threading.Event()
+        self._last: tuple[str, float] = ("", 0.0)
+        self._manager = manager
+        self._future = manager.jobs.submit(self._run, work)
+
+    def _run(self, work: Work) -> None:
+        last: dict[str, Any] = {}
+        try:
+            work(self._report, self._gone.is_set)
+        except (NameResolutionError, GGUFError, OSError) as error:
+            last = {"error": api_error(error).message, "code": api_error(error).code}
+        except ApiError as error:
+            last = {"error": error.message, "code": error.code}
+        except Exception:
+            log.exception("a pull or creation failed")
+            last = {"error": "internal error: the server's log has it", "code": 500}
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            if last:
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, last)
+            self._loop.call_soon_threadsafe(self._manager.host.changed)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
+
+    def _report(self, event: Event) -> None:
+        if self._gone.is_set():
+            raise Cancelled("cancelled")
+        at = time.monotonic()
+        key, before = self._last
+        whole = event.completed >= event.total
+        if key == event.status and at - before < INTERVAL_S and not whole:
+            return
+        self._last = (event.status, at)
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, event_json(event))
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Progress objects; an error is the last one, with its HTTP status as `code`. Leaving early cancels."""
+        try:
+            while (event := await self._queue.get()) is not None:
+                yield event
+        finally:
+            self._gone.set()
+            self._future.cancel()
+
+
+async def job_response(manager: Manager, work: Work, stream: bool) -> Response:
+    """Progress as lines, or only the last object. An error before the first line has its HTTP status."""
+    events = Job(manager, work).events()
+    if not stream:
+        last: dict[str, Any] = {}
+        async for event in events:
+            if "error" in event:
+                raise ApiError(event["error"], code=event["code"])
+            last = event
+        return json_response(last)
+    first = await anext(events)
+    if "error" in first:
+        raise ApiError(first["error"], code=first["code"])
+    return stream_response(_lines(first, events))
+
+
+async def _lines(first: dict[str, Any], events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    yield line(first)
+    async with contextlib.aclosing(events):  # type: ignore[type-var]
+        async for event in events:
+            yield line({"error": event["error"]} if "error" in event else event)
+
+
+# -------------------------------------------------------------------------------------------------------- routes
+
+ROUTES: tuple[tuple[str, str, Any], ...] = (
+    ("GET", "/api/tags", get_tags),
+    ("GET", "/api/ps", get_ps),
+    ("GET", "/api/version", get_version),
+    ("GET", "/api/status", get_status),
+    ("POST", "/api/show", post_show),
+    ("POST", "/api/pull", post_pull),
+    ("POST", "/api/copy", post_copy),
+    ("POST", "/api/create", post_create),
+    ("DELETE", "/api/delete", delete_model),
+)
+
+
+def add_management(app: FastAPI, prefix: str, manager: Manager) -> None:
+    """Add the routes; `manager` is closed by whoever runs the app."""
+    app.state.manager = manager
+    app.add_api_route(prefix + "/", head_root, methods=["HEAD"], include_in_schema=False, response_model=None)
+    for method, path, handler in ROUTES:
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        id = method.lower() + path.replace("/", "_")
+        app.add_api_route(prefix + path, handler, methods=methods, response_model=None, operation_id=id)
