@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -167,8 +167,17 @@ def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:
     return tuple(ends if len(ends) <= MAX_ANCHORS else [ends[0], *ends[-MAX_ANCHORS:]])
 
 
-async def respond(state: ServerState, request: Request, sequences: list[Sequence], shape: Format) -> Response:
-    """Run `sequences` and answer in `shape`; errors before the first event are raised as `ApiError`."""
+async def respond(
+    state: ServerState,
+    request: Request,
+    sequences: list[Sequence],
+    shape: Format,
+    streamed: Callable[[AsyncIterator[bytes]], Response] = EventStream,
+) -> Response:
+    """Run `sequences` and answer in `shape`; errors before the first event are raised as `ApiError`.
+
+    `streamed` makes the response of a stream's bytes.
+    """
     await state.engine.awake()
     entry = state.request_log.begin(request.url.path, getattr(request.state, "body", None), sequences)
     stream = state.engine.open([sequence.request for sequence in sequences])
@@ -187,7 +196,7 @@ async def respond(state: ServerState, request: Request, sequences: list[Sequence
     conversation = request.headers.get("x-conversation-id", "")
     if conversation:
         content = state.sessions.open(conversation, content).follow(0)
-    return EventStream(content)
+    return streamed(content)
 
 
 async def _collect(stream: RequestStream, by_id: dict[int, Sequence]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,12 @@ from ftgguf.chat.parser import ChatDelta, OutputParser, PlainParser, ToolCall
 from ftgguf.engine import messages as m
 from ftgguf.pull.layers import Extras
 from ftgguf.server.chat import parse_chat
-from ftgguf.server.engine_client import RequestStream
 from ftgguf.server.errors import ApiError, InvalidRequest, not_supported, server_error
-from ftgguf.server.generation import Sequence, json_response, make_sequences, probs_json
+from ftgguf.server.generation import Sequence, json_response, make_sequences, probs_json, respond
 from ftgguf.server.ollama_requests import chat_body, generate_body, is_empty, raw_body, wanted_context
 from ftgguf.server.ollama_wire import keep_alive_seconds, line, model_name, not_found, now, same_name, stream_response
 from ftgguf.server.prompts import tokenize_mixed, tokenize_prompts
 from ftgguf.server.schema import evaluate
-from ftgguf.server.sse import unless_disconnected
 from ftgguf.server.state import ServerState, state_of
 from ftgguf.server.wire import lenient
 
@@ -56,6 +54,8 @@ def served(request: Request) -> Served:
 class OllamaFormat:
     """Lines of /api/chat (`chat`) or /api/generate for one sequence."""
 
+    ping = b""
+
     def __init__(self, model: str, chat: bool, parser: OutputParser, started: int, load_ns: int) -> None:
         self._model = model
         self._chat = chat
@@ -83,6 +83,12 @@ class OllamaFormat:
             objects[-1]["logprobs"] = logprobs_json(probs)
         return b"".join(line(each) for each in objects)
 
+    def started(self, sequence: Sequence) -> bytes:
+        return b""
+
+    def progress(self, sequence: Sequence, message: m.Progress) -> bytes:
+        return b""
+
     def delta(self, sequence: Sequence, message: m.Delta) -> bytes:
         return self._lines(self._parser.feed(message.text), message.probs)
 
@@ -103,6 +109,9 @@ class OllamaFormat:
 
     def error(self, error: ApiError) -> bytes:
         return line({"error": error.message})
+
+    def end(self) -> bytes:
+        return b""
 
     def _end(self, sequence: Sequence) -> dict[str, Any]:
         """The last object's fields. `prompt_eval_count` is the whole prompt, reused tokens included, as in Ollama."""
@@ -240,42 +249,9 @@ def _checked(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 async def _respond(state: ServerState, request: Request, sequences: list[Sequence], shape: OllamaFormat) -> Response:
-    stream = state.engine.open([sequence.request for sequence in sequences])
-    (sequence,) = sequences
-    if not sequence.params.stream:
-        async with stream:
-            await unless_disconnected(request, _collect(stream, sequence))
-        return json_response(shape.document(sequences))
-    try:
-        first = await unless_disconnected(request, stream.next())
-    except BaseException:
-        await stream.__aexit__(None, None, None)
-        raise
-    return stream_response(_lines(stream, first, sequence, shape))
-
-
-async def _collect(stream: RequestStream, sequence: Sequence) -> None:
-    while stream.running:
-        for message in await stream.next():
-            sequence.take(message)
-
-
-async def _lines(
-    stream: RequestStream, first: list[Any], sequence: Sequence, shape: OllamaFormat
-) -> AsyncIterator[bytes]:
-    async with stream:
-        try:
-            batch = first
-            while batch:
-                for message in batch:
-                    sequence.take(message)
-                    if isinstance(message, m.Delta):
-                        yield shape.delta(sequence, message)
-                    elif isinstance(message, m.Finished):
-                        yield shape.finished(sequence)
-                batch = await stream.next() if stream.running else []
-        except ApiError as error:
-            yield shape.error(error)
+    for sequence in sequences:
+        sequence.params.sse_ping_interval = -1  # JSON lines have no comments
+    return await respond(state, request, sequences, shape, stream_response)
 
 
 async def post_embed(request: Request) -> Response:

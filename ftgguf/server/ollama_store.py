@@ -52,7 +52,7 @@ class Manager:
 
     config: ServerConfig
     host: ModelHost
-    jobs: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_JOBS, "pull"))
+    jobs: threading.BoundedSemaphore = field(default_factory=lambda: threading.BoundedSemaphore(MAX_JOBS))
     disk: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "store"))
 
     def store(self) -> Store:
@@ -77,10 +77,6 @@ class Manager:
         if found is None:
             raise not_found(name)
         return found
-
-    def close(self) -> None:
-        self.jobs.shutdown(wait=False, cancel_futures=True)
-        self.disk.shutdown(wait=False, cancel_futures=True)
 
 
 def api_error(error: BaseException) -> ApiError:
@@ -331,12 +327,15 @@ class Job:
         self._gone = threading.Event()
         self._last: tuple[str, float] = ("", 0.0)
         self._manager = manager
-        self._future = manager.jobs.submit(self._run, work)
+        # a daemon: what a pull has on disk is good at any moment, so leaving need not wait for it
+        threading.Thread(target=self._run, args=(work,), daemon=True, name="pull").start()
 
     def _run(self, work: Work) -> None:
         last: dict[str, Any] = {}
         try:
-            work(self._report, self._gone.is_set)
+            with self._manager.jobs:
+                self._report(None)
+                work(self._report, self._gone.is_set)
         except (NameResolutionError, GGUFError, OSError) as error:
             last = {"error": api_error(error).message, "code": api_error(error).code}
         except ApiError as error:
@@ -350,9 +349,12 @@ class Job:
             self._loop.call_soon_threadsafe(self._manager.host.changed)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
 
-    def _report(self, event: Event) -> None:
+    def _report(self, event: Event | None) -> None:
+        """Pass an event on; raises Cancelled once nobody reads."""
         if self._gone.is_set():
             raise Cancelled("cancelled")
+        if event is None:
+            return
         at = time.monotonic()
         key, before = self._last
         whole = event.completed >= event.total
@@ -368,7 +370,6 @@ class Job:
                 yield event
         finally:
             self._gone.set()
-            self._future.cancel()
 
 
 async def job_response(manager: Manager, work: Work, stream: bool) -> Response:
@@ -410,7 +411,7 @@ ROUTES: tuple[tuple[str, str, Any], ...] = (
 
 
 def add_management(app: FastAPI, prefix: str, manager: Manager) -> None:
-    """Add the routes; `manager` is closed by whoever runs the app."""
+    """Add the routes to `app`."""
     app.state.manager = manager
     app.add_api_route(prefix + "/", head_root, methods=["HEAD"], include_in_schema=False, response_model=None)
     for method, path, handler in ROUTES:
