@@ -1,5 +1,7 @@
-"""The host bank: the expert tensors' bytes, exactly as in the file, in memory that the GPU can read.
+"""The host bank: the experts' bytes, exactly as in the file, in memory that the GPU can read.
 
+Each expert's parts (gate, up, down) lie together as in a slot of the GPU's cache, so that a fill is one stretch and a
+run of experts one copy; within a part nothing is changed.
 Anonymous memory with huge pages advised and interleaved over NUMA nodes, filled by several threads in large blocks,
 the file's pages dropped from the page cache as they go, then registered with the driver in pieces. No torch in here:
 `pin` is whatever registers memory (`ftgguf.experts.pinning.cuda_pinner`, a fake in tests, or None without a device).
@@ -12,7 +14,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +34,8 @@ BLOCK = 8 << 20
 """Bytes one thread reads at a time."""
 PIECE = 256 << 20
 """Bytes registered at once: some drivers refuse one registration of many gigabytes. No layer lies in two pieces."""
+MAX_VECTOR = 512
+"""Stretches in one preadv (the system's limit is 1024)."""
 HUGE = 2 << 20
 HEADROOM = 1.10
 """The resident set may be a tenth more than the bank."""
@@ -75,13 +79,31 @@ class LimitedPinner:
 
 
 @dataclass(frozen=True, slots=True)
-class Resident:
-    """One expert tensor in the bank: expert e's bytes are at `address + e * stride`."""
+class LayerLayout:
+    """A layer's expert tensors with their offsets in an expert's `slot_bytes` (a multiple of 256)."""
 
-    info: TensorInfo
+    experts: int
+    slot_bytes: int
+    parts: tuple[tuple[TensorInfo, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A layer in the bank: expert e is `view[e]`, uint8 [slot_bytes], at `address + e * layout.slot_bytes`."""
+
+    layout: LayerLayout
     address: int
-    stride: int
     view: U8
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Read part `part` of experts [first, last) of a layer: one stretch of the file, several of the bank."""
+
+    layer: int
+    part: int
+    first: int
+    last: int
 
 
 @dataclass(slots=True)
@@ -107,20 +129,19 @@ class BankReport:
 
 
 class Bank:
-    """The experts of some layers. `tensors[layer]` in the order they were asked for; `pinned[layer]` whether the GPU
-    can read them all."""
+    """The experts of some layers, in the order asked for. `pinned[layer]`: whether the GPU can read them all."""
 
-    def __init__(self, gguf: GGUFFile, layers: dict[int, Sequence[TensorInfo]], threads: int = 8) -> None:
+    def __init__(self, gguf: GGUFFile, layers: dict[int, LayerLayout], threads: int = 8) -> None:
         """Takes the memory; `load` fills it. Raises BankError if the host has too little."""
         self.gguf = gguf
         self.threads = max(1, threads)
         self.report = BankReport()
-        self.tensors: dict[int, tuple[Resident, ...]] = {}
+        self.layers: dict[int, Resident] = {}
         self.pinned: dict[int, bool] = dict.fromkeys(layers, False)
         self._pieces: list[tuple[int, int, list[int]]] = []
         self._registered: list[tuple[int, Pinner]] = []
         offsets, total = self._plan(layers)
-        self.report.bytes = sum(i.nbytes for infos in layers.values() for i in infos)
+        self.report.bytes = sum(i.nbytes for layout in layers.values() for i, _ in layout.parts)
         free = available_memory()
         if total * HEADROOM > free:
             raise BankError(
@@ -138,27 +159,24 @@ class Bank:
         self._interleave()
         base = int(self.memory.ctypes.data)
         self._pieces = [(base + start, size, layers_in) for start, size, layers_in in self._pieces]
-        for layer, infos in layers.items():
-            self.tensors[layer] = tuple(
-                Resident(i, base + at, i.nbytes // i.shape[2], self.memory[at : at + i.nbytes])
-                for i, at in zip(infos, offsets[layer], strict=True)
-            )
+        for layer, layout in layers.items():
+            at, size = offsets[layer], layout.experts * layout.slot_bytes
+            view = self.memory[at : at + size].reshape(layout.experts, layout.slot_bytes)
+            self.layers[layer] = Resident(layout, base + at, view)
 
-    def _plan(self, layers: dict[int, Sequence[TensorInfo]]) -> tuple[dict[int, list[int]], int]:
-        """Offsets of the tensors, multiples of 256, and the whole size. Pieces begin at pages, with a layer's start."""
-        offsets: dict[int, list[int]] = {}
+    def _plan(self, layers: dict[int, LayerLayout]) -> tuple[dict[int, int], int]:
+        """Offsets of the layers, multiples of 256, and the whole size. Pieces begin at pages, with a layer's start."""
+        offsets: dict[int, int] = {}
         end = start = 0
         inside: list[int] = []
-        for layer, infos in layers.items():
-            size = sum(-(-i.nbytes // 256) * 256 for i in infos)
+        for layer, layout in layers.items():
+            size = layout.experts * layout.slot_bytes
             if inside and end - start + size > PIECE:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
                 self._pieces.append((start, end - start, inside))
                 start, inside = end, []
-            offsets[layer] = []
-            for i in infos:
-                offsets[layer].append(end)
-                end += -(-i.nbytes // 256) * 256
+            offsets[layer] = end
+            end += size
             inside.append(layer)
         end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         if inside:
@@ -187,17 +205,12 @@ class Bank:
         """Read every tensor. Raises OSError when the file ends early."""
         started = time.monotonic()
         files = [os.open(shard.path, os.O_RDONLY) for shard in self.gguf.shards]
-        jobs = [
-            (r, at, min(BLOCK, len(r.view) - at))
-            for residents in self.tensors.values()
-            for r in residents
-            for at in range(0, len(r.view), BLOCK)
-        ]
-        jobs.sort(key=lambda j: (j[0].info.shard, j[0].info.offset + j[1]))
+        jobs = [job for layer in self.layers for job in self._jobs(layer)]
+        jobs.sort(key=self._place_in_file)
         done = 0
         try:
             with ThreadPoolExecutor(self.threads) as pool:
-                for n in pool.map(lambda j: self._read(files[j[0].info.shard], *j), jobs):
+                for n in pool.map(lambda job: self._read(files, job), jobs):
                     done += n
                     progress(done / max(self.report.bytes, 1))
         finally:
@@ -205,17 +218,36 @@ class Bank:
                 os.close(fd)
         self.report.read_seconds = time.monotonic() - started
 
-    def _read(self, fd: int, r: Resident, at: int, size: int) -> int:
-        view, start = memoryview(r.view), r.info.offset
-        done = at
-        while done < at + size:
-            got = os.preadv(fd, [view[done : at + size]], start + done)
+    def _jobs(self, layer: int) -> list[_Job]:
+        layout = self.layers[layer].layout
+        jobs = []
+        for part, (info, _) in enumerate(layout.parts):
+            step = max(1, min(MAX_VECTOR, BLOCK // (info.nbytes // layout.experts)))
+            jobs += [_Job(layer, part, e, min(e + step, layout.experts)) for e in range(0, layout.experts, step)]
+        return jobs
+
+    def _place_in_file(self, job: _Job) -> tuple[int, int]:
+        layout = self.layers[job.layer].layout
+        info = layout.parts[job.part][0]
+        return info.shard, info.offset + job.first * (info.nbytes // layout.experts)
+
+    def _read(self, files: list[int], job: _Job) -> int:
+        r = self.layers[job.layer]
+        info, offset = r.layout.parts[job.part]
+        each = info.nbytes // r.layout.experts
+        shard, start = self._place_in_file(job)
+        fd, size = files[shard], each * (job.last - job.first)
+        done = 0
+        while done < size:
+            e, inside = divmod(done, each)
+            targets = [r.view[job.first + e, offset + inside : offset + each]]
+            targets += [r.view[i, offset : offset + each] for i in range(job.first + e + 1, job.last)]
+            got = os.preadv(fd, targets, start + done)  # type: ignore[arg-type]
             if got <= 0:
-                path = self.gguf.shards[r.info.shard].path
-                raise OSError(f"{path}: the file ended inside tensor '{r.info.name}'")
+                raise OSError(f"{self.gguf.shards[shard].path}: the file ended inside tensor '{info.name}'")
             done += got
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, start + at, size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
         return size
 
     def pin(self, pinner: Pinner) -> None:
