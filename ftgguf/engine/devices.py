@@ -24,6 +24,8 @@ OLDEST = (8, 0)
 """Compute capability from which the kernels run: bfloat16 tensor-core products (Ampere, RTX 30, A100)."""
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 """CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*."""
+_MEMORY_CLOCK, _BUS_WIDTH = 36, 37
+"""CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE (kHz) and _GLOBAL_MEMORY_BUS_WIDTH (bits)."""
 
 
 class DeviceError(ModelError):
@@ -42,6 +44,8 @@ class Device:
     link: tuple[int, int] | None = None
     """PCIe (generation, lanes) now; idle cards may run slower than `link_max`."""
     link_max: tuple[int, int] | None = None
+    bandwidth: float | None = None
+    """Bytes/s of its memory by clock and bus width; None where the driver does not tell."""
 
     @property
     def id(self) -> str:
@@ -118,15 +122,24 @@ def _describe(lib: ctypes.CDLL, index: int) -> Device:
     lib.cuDeviceGetName(name, 256, handle)
     total = ctypes.c_size_t()
     lib.cuDeviceTotalMem_v2(ctypes.byref(total), handle)
-    capability = []
-    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR):
+    values = []
+    for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _MEMORY_CLOCK, _BUS_WIDTH):
         value = ctypes.c_int()
         lib.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
-        capability.append(value.value)
+        values.append(value.value)
+    # two transfers a clock
+    bandwidth = 2e3 * values[2] * values[3] / 8 or None
     managed = _managed(lib, handle)
     link, link_max = _links(managed)
     return Device(
-        index, name.value.decode(), (capability[0], capability[1]), total.value, _free(managed), link, link_max
+        index=index,
+        name=name.value.decode(),
+        capability=(values[0], values[1]),
+        total=total.value,
+        free=_free(managed),
+        link=link,
+        link_max=link_max,
+        bandwidth=bandwidth,
     )
 
 

@@ -36,7 +36,7 @@ case $what in *speed*)
     ;;
 esac
 case $what in *tests*)
-    OMP_NUM_THREADS=4 timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short -q \
+    OMP_NUM_THREADS=4 timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
         --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
         >"$out/engine-tests.log" 2>&1
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60

@@ -1,0 +1,173 @@
+"""`ftgguf plan FILE [flags]`: where each part of a model would go, and about how fast it would decode, before loading.
+
+Takes the server's flags. Reads the file's header and this machine's figures; allocates nothing on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ftgguf.engine import devices
+from ftgguf.engine.fit import MIB, Fit, Parts, budget_of, fit, kv_bytes
+from ftgguf.engine.memory import available_memory
+from ftgguf.engine.survey import Survey, survey
+from ftgguf.flags import ActionRequested, FlagError, parse_server
+from ftgguf.flags.config import ServerConfig
+from ftgguf.gguf.errors import GGUFError
+from ftgguf.gguf.reader import GGUFFile, open_gguf
+from ftgguf.layers.params import Moe
+from ftgguf.models.config import ModelError, Numbers, read_numbers
+from ftgguf.models.source import Use
+
+GPU_SHARE = 0.7
+"""Of a GPU's memory bandwidth that matrix-vector kernels reach on large matrices (docs/measurements/gpu.md)."""
+CPU_SHARE = 0.75
+"""Of the measured read rate that ggml's products reach (docs/measurements/cpu.md)."""
+LAYER_SECONDS = 45e-6
+"""A decode layer's launches at one row: 12 kernels that wait for each other, 3 to 4 us each (NVIDIA H200)."""
+STEP_SECONDS = 150e-6
+"""A step's fixed cost: head, copy of the logits, host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds of one decode step at one row, by where they go."""
+
+    gpu: float
+    cpu: float
+
+    @property
+    def tokens(self) -> float:
+        """Tokens a second."""
+        return 1.0 / (self.gpu + self.cpu)
+
+
+def active_bytes(found: Survey, layers: range, *, head: bool) -> int:
+    """Weight bytes that one token reads in `layers` (of the experts only the routed ones), and in the head."""
+    total = 0.0
+    for taken in found.tensors.values():
+        if taken.layer not in layers:
+            continue
+        share = 1.0
+        ffn = found.model.blocks[taken.layer].ffn
+        if taken.use is Use.EXPERTS and isinstance(ffn, Moe):
+            share = ffn.router.top_k / ffn.router.experts
+        total += taken.info.nbytes * share
+    if head:
+        outside = found.outside_tensors(embedding=False, head=True)
+        total += sum(t.info.nbytes for t in outside)
+    return int(total)
+
+
+def predict(found: Survey, first: int, gpu_rate: float, cpu_rate: float) -> Speed:
+    """Decode with blocks [first, n) on the GPU. Rates in bytes/s: the GPU's memory, and the CPU's measured reads."""
+    n = len(found.model.blocks)
+    on_gpu = active_bytes(found, range(first, n), head=True) if first < n else 0
+    on_cpu = active_bytes(found, range(first), head=first == n)
+    gpu = on_gpu / (GPU_SHARE * gpu_rate) + (n - first) * LAYER_SECONDS + STEP_SECONDS if first < n else 0.0
+    return Speed(gpu, on_cpu / (CPU_SHARE * cpu_rate))
+
+
+def read_rate(threads: int, size: int = 48 * MIB) -> float:
+    """Bytes/s that `threads` threads read from memory together: each sums `size` bytes of its own."""
+    blocks = [np.ones(size // 8, np.int64) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(np.add.reduce, blocks))
+        started = time.perf_counter()
+        list(pool.map(np.add.reduce, blocks))
+        return threads * size / (time.perf_counter() - started)
+
+
+def main(argv: list[str]) -> int:
+    """Print the plan; returns the exit status."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print("usage: ftgguf plan FILE [the server's flags]    where each part would go, and a predicted speed")
+        return 0 if argv else 1
+    arguments = argv if argv[0].startswith("-") else ["-m", *argv]
+    try:
+        config = parse_server(arguments, os.environ)
+        print("\n".join(lines(config)))
+    except ActionRequested as action:
+        print(action.text)
+    except (FlagError, GGUFError, ModelError, MemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def lines(config: ServerConfig, device: devices.Device | None = None, *, look: bool = True) -> list[str]:
+    """The plan as text. `look`: find the device; else `device` is taken as given (None: no GPU)."""
+    gguf = open_gguf(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
+    numbers = read_numbers(gguf)
+    found = survey(gguf, numbers, config.context)
+    reason = ""
+    if look:
+        device, reason = devices.choose(config.placement)
+    head = [
+        f"{gguf.path}",
+        f"{gguf.architecture}, {gguf.n_params / 1e9:.2f} B parameters, {gguf.file_type}, {gguf.size / MIB:.0f} MiB",
+    ]
+    if device is None:
+        return head + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
+    free = device.total if device.free is None else device.free
+    budget, source = budget_of(config, free)
+    chosen = fit(found, numbers, config, budget)
+    if chosen.on_gpu == 0:
+        return head + _on_cpu(config, gguf, numbers, found, "; ".join(chosen.lines))
+    return head + _on_gpu(config, found, device, chosen, budget, source)
+
+
+def _on_gpu(
+    config: ServerConfig, found: Survey, device: devices.Device, chosen: Fit, budget: int, source: str
+) -> list[str]:
+    p: Parts = chosen.parts
+    text = [f"{device.id} ({device.name}), {budget / MIB:.0f} MiB: {source}"]
+    rows = (
+        ("weights", p.weights), ("experts", p.experts), (f"KV of {chosen.n_cells} tokens", p.kv),
+        ("workspace", p.workspace), ("CUDA itself", p.context), ("together", p.total),
+    )  # fmt: skip
+    text += [f"  {name:24}{size / MIB:10.0f} MiB" for name, size in rows]
+    text.append(f"  layers {chosen.first} to {chosen.n_layer - 1} of {chosen.n_layer} on the GPU")
+    if chosen.first:
+        on_cpu = sum(
+            found.of_layer(i, experts=e) for i in range(chosen.first) for e in (False, True)
+        ) + found.outside(embedding=True, head=False)  # fmt: skip
+        text.append(f"CPU: layers 0 to {chosen.first - 1}, {on_cpu / MIB:.0f} MiB")
+    text += [f"  {line}" for line in chosen.lines]
+    rate = device.bandwidth
+    if rate is None:
+        return [*text, "no prediction: the driver does not tell this GPU's memory clock"]
+    speed = predict(found, chosen.first, rate, read_rate(config.cpu.threads) if chosen.first else 1.0)
+    return [*text, _speed_line(speed)]
+
+
+def _on_cpu(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, found: Survey, why: str) -> list[str]:
+    cells = config.context.cells(numbers.n_ctx_train)
+    attentions = [b.attention for b in found.model.blocks]
+    kv = kv_bytes(attentions, cells, config.context.type_k, config.context.type_v)
+    free = available_memory()
+    text = [
+        f"CPU, {config.cpu.threads} threads, {free / MIB:.0f} MiB available: {why}",
+        f"  {'weights':24}{gguf.size / MIB:10.0f} MiB, mapped from the file",
+        f"  {f'KV of {cells} tokens':24}{kv / MIB:10.0f} MiB",
+    ]
+    if gguf.size + kv > free:
+        text.append("  more than is available: the file is read again and again while it runs; lower -c, or add memory")
+    return [*text, _speed_line(predict(found, numbers.n_layer, 1.0, read_rate(config.cpu.threads)))]
+
+
+def _speed_line(speed: Speed) -> str:
+    parts = [f"GPU {1e3 * speed.gpu:.1f} ms"] if speed.gpu else []
+    parts += [f"CPU {1e3 * speed.cpu:.1f} ms"] if speed.cpu else []
+    return f"predicted decode, one sequence: about {speed.tokens:.3g} tokens/s ({', '.join(parts)} a token)"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
