@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
 
+from ftgguf import logs
 from ftgguf.engine import messages as m
 from ftgguf.engine import scripted
 from ftgguf.engine.engine import Engine
@@ -53,6 +55,8 @@ def start(link: Link) -> Engine | None:
 
     try:
         config = link.configuration()
+        logs.set_up(config.log)
+        set_priority(config.cpu.priority)
         if scripted.is_scripted(config.model.path):
             load: Callable[..., Engine] = scripted.load_engine
         else:
@@ -66,6 +70,20 @@ def start(link: Link) -> Engine | None:
     gc.freeze()  # the loaded model's objects need no more visits
     gc.set_threshold(20_000, 20, 100)
     return engine
+
+
+NICE = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}
+"""`--prio` -> nice value, llama.cpp's `set_process_priority`."""
+
+
+def set_priority(level: int) -> None:
+    """Give this process the nice value of `level`; what the system refuses is said and left."""
+    if level == 0:
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, NICE[level])
+    except OSError as error:
+        log.warning("--prio %d is without effect: %s", level, error)
 
 
 def serve(engine: Engine, link: Link) -> int:

@@ -1,7 +1,7 @@
 """Flags whose effect is not built yet: accepted, and said so once. Take a row out when its effect works.
 
 The tier in the table is what the flag will be; this list keeps the promise honest until then.
-`python -m ftgguf.flags.audit` finds flags that belong here.
+`python -m ftgguf.flags.audit` finds flags that belong here, and rows that no longer do.
 """
 
 from __future__ import annotations
@@ -17,6 +17,20 @@ _SPEC_FLAGS = (
         for part in ("size-n", "size-m", "min-hits")
     ),
 )
+_ROUTER = "there is no router mode yet: one model, named at start"
+_SNAPSHOTS = "no model family that needs snapshots of its state is served yet"
 
-PENDING: dict[str, str] = dict.fromkeys(_SPEC_FLAGS, _SPECULATION)
+PENDING: dict[str, str] = {
+    **dict.fromkeys(_SPEC_FLAGS, _SPECULATION),
+    **dict.fromkeys(("--models-dir", "--models-preset", "--models-max", "--models-autoload", "--keep-alive"), _ROUTER),
+    **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
+    "--cache-idle-slots": "prompts of idle slots always stay in the tree, and leave it when their cells are needed",
+    "--check-tensors": "weights are not looked through for invalid values yet",
+    "--numa": "memory and threads are placed by the system",
+    "--expert-cache": "the size of the expert cache follows from the memory that is left",
+    "--expert-policy": "experts are evicted by decayed frequency",
+    "--expert-disk": "all experts are read into host memory",
+    "--pin-budget": "the expert pool is registered whole, as far as the system lets it",
+    "--record-routing": "routes are not recorded by the server yet",
+}
 """Canonical spelling (`Flag.name`) -> what happens until it is built."""

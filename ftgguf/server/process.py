@@ -22,6 +22,7 @@ import uvicorn
 from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp
 
+from ftgguf import logs
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
 from ftgguf.flags.config import ServerConfig, encode_config
 from ftgguf.gguf import GGUFError, GGUFFile
@@ -53,7 +54,11 @@ def serve(config: ServerConfig, extras: Extras = NO_EXTRAS) -> int:
 
     `extras`: what came with a model from a registry; Ollama's API applies its system prompt and messages.
     """
-    _set_up_logging(config)
+    try:
+        logs.set_up(config.log)
+    except OSError as error:
+        print(f"error: the log file cannot be opened: {error}", file=sys.stderr)
+        return 1
     for warning in config.warnings:
         log.warning("%s", warning)
     if vertex.enabled() and config.http.port != vertex.port():
@@ -180,8 +185,14 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
             print(f"error: {error.message}", file=sys.stderr)
         return False
     urls = [listener.url for listener in listeners]
-    print(startup.block(ready, state.name, urls), flush=True)
-    print(startup.example(urls[0], bool(state.config.http.api_keys)), flush=True)
+    for text in (
+        startup.block(ready, state.name, urls),
+        startup.example(urls[0], bool(state.config.http.api_keys)),
+    ):
+        if state.config.log.jsonl:  # standard output is for objects then
+            log.info("%s", text)
+        else:
+            print(text, flush=True)
     return True
 
 
@@ -197,18 +208,3 @@ def _install_signals(server: uvicorn.Server) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, leave)
-
-
-def _set_up_logging(config: ServerConfig) -> None:
-    level = {0: logging.CRITICAL, 1: logging.ERROR, 2: logging.WARNING, 3: logging.INFO}.get(
-        config.log.verbosity, logging.DEBUG if config.log.verbosity > 3 else logging.CRITICAL
-    )
-    if config.log.disable:
-        level = logging.CRITICAL + 1
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if config.log.file:
-        handlers.append(logging.FileHandler(config.log.file))
-    form = "%(asctime)s " if config.log.timestamps else ""
-    form += "%(levelname).1s %(message)s" if config.log.prefix else "%(message)s"
-    logging.basicConfig(level=logging.WARNING, format=form, handlers=handlers, force=True)
-    logging.getLogger("ftgguf").setLevel(level)

@@ -91,11 +91,18 @@ class ServerState:
         """The request's JSON body and its size in bytes."""
         chunks: list[bytes] = []
         size = 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > MAX_BODY:
-                raise ApiError(f"request body is larger than {MAX_BODY} bytes", code=413)
-            chunks.append(chunk)
+        patience = self.config.http.timeout or None
+        try:
+            async with asyncio.timeout(patience) as limit:
+                async for chunk in request.stream():
+                    size += len(chunk)
+                    if size > MAX_BODY:
+                        raise ApiError(f"request body is larger than {MAX_BODY} bytes", code=413)
+                    chunks.append(chunk)
+                    if patience:
+                        limit.reschedule(asyncio.get_running_loop().time() + patience)
+        except TimeoutError:
+            raise ApiError(f"no more of the request body came for {patience} seconds", code=408) from None
         body = b"".join(chunks)
         request.state.body = parsed = await self.run(size, lambda: parse_body(body))
         return parsed, size

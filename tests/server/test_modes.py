@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from compat.server import ServerError, our_server
+from compat.server import ROOT, ServerError, our_server
 from ftgguf.pull.demo import resolve_stories
 
 MODEL = resolve_stories()
@@ -187,3 +188,32 @@ def test_adapters_and_kin_are_refused_by_name(tmp_path: Path) -> None:
     for flag in (["--lora", str(tmp_path / "a.gguf")], ["-md", "x.gguf"], ["--mmproj", "x.gguf"], ["--embeddings"]):
         with pytest.raises(ServerError, match=flag[0]), our_server(MODEL, [*BASE, *flag]):
             pass
+
+
+def test_a_body_that_stops_coming_ends_the_request() -> None:
+    """Bug log: slow clients. `--timeout` bounds the wait for more of a body; others are served meanwhile."""
+    with our_server(MODEL, [*BASE, "--timeout", "1"]) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            slow.sendall(b'POST /completion HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt"')
+            assert httpx.post(f"{url}/completion", json=ASK, timeout=30).status_code == 200
+            assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_priority_and_json_logs() -> None:
+    """`--prio -1` is nice 5 for the engine (llama.cpp's table); `--log-jsonl` makes standard output JSON lines."""
+    command = [sys.executable, "-m", "ftgguf", "serve", "-m", str(MODEL), *BASE, "--port", "0", "--prio", "-1",
+               "--log-jsonl"]  # fmt: skip
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            entry = json.loads(line)
+            assert {"timestamp", "level", "source", "message"} <= set(entry)
+            if entry["message"].startswith("Talk to it"):
+                break
+        (engine,) = (c for c in psutil.Process(process.pid).children() if "ftgguf.engine" in c.cmdline())
+        assert engine.nice() == psutil.Process(process.pid).nice() + 5 or engine.nice() == 5
+    finally:
+        process.kill()
+        process.wait()
