@@ -10,6 +10,7 @@ import triton.language as tl
 from .activations import Activations, empty_planes, quantize_block, store_block
 from .device import tanh
 from .formats import Activation
+from .overlap import after_previous, overlap
 
 ACTIVATIONS = {
     "silu": 0,
@@ -59,6 +60,7 @@ def _glu(
     g, u, out, xq, xd, xs, rows, limit, limit2,
     F: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     i = tl.program_id(0) * R + tl.arange(0, R)
     ok = i < rows * (F // B)
     at = i.to(tl.int64)[:, None] * B + tl.arange(0, B)[None, :]
@@ -99,7 +101,7 @@ def glu(
     xq, xd, xs = (out, out, out) if planes is None else (planes.q, planes.d, planes.s)
     _glu[(triton.cdiv(m * (f // block), r),)](
         up if gate is None else gate, up, out, xq, xd, xs, m, limit, limit2,
-        F=f, A=code, KIND=-1 if kind is None else int(kind), R=r, B=block, num_warps=4,
+        F=f, A=code, KIND=-1 if kind is None else int(kind), R=r, B=block, num_warps=4, launch_pdl=overlap(),
     )  # fmt: skip
     if planes is not None:
         result.put(planes)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .device import round_even
 from .formats import Activation
+from .overlap import after_previous, overlap
 
 
 @triton.jit
@@ -71,6 +72,7 @@ def _quantize(
     x, xq, xd, xs, blocks, K: tl.constexpr, KIND: tl.constexpr, R: tl.constexpr, B: tl.constexpr
 ):  # fmt: skip
     """x float [M, K] -> planes; `blocks` = M * K / B, R of them in each program."""
+    after_previous()
     i = tl.program_id(0) * R + tl.arange(0, R)
     ok = i < blocks
     v = tl.load(x + i.to(tl.int64)[:, None] * B + tl.arange(0, B)[None, :], mask=ok[:, None], other=0.0)
@@ -115,7 +117,8 @@ def quantize(x: torch.Tensor, kind: Activation) -> Planes:
     rows = 1024 // block
     blocks = m * (k // block)
     _quantize[(triton.cdiv(blocks, rows),)](
-        x.contiguous(), planes.q, planes.d, planes.s, blocks, K=k, KIND=int(kind), R=rows, B=block, num_warps=4
+        x.contiguous(), planes.q, planes.d, planes.s, blocks, K=k, KIND=int(kind), R=rows, B=block, num_warps=4,
+        launch_pdl=overlap(),
     )
     return planes
 

@@ -18,6 +18,7 @@ from .activations import Activations, empty_planes, quantize_block, store_block
 from .device import INTERPRET, dot, tanh
 from .formats import Activation
 from .kvcache import PAGE, KVCache
+from .overlap import after_previous, overlap
 
 
 @triton.jit
@@ -59,6 +60,7 @@ def _decode(
     CAP: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, kv head, split): part float32 [M, HQ, SPLITS, HV] unnormalised, stat [..., 2] its (max, sum)."""
+    after_previous()
     m = tl.program_id(0)
     h = tl.program_id(1)
     split = tl.program_id(2)
@@ -108,6 +110,7 @@ def _merge(
 ):  # fmt: skip
     """Join the splits of HEADS heads of a row; a sink joins the denominator as one more score without a value. The
     quantised copy is for the output projection, whose blocks of 256 may span two heads."""
+    after_previous()
     pid = tl.program_id(0)
     head = pid.to(tl.int64) * HEADS + tl.arange(0, HEADS)
     s = tl.arange(0, SPLITS)
@@ -235,7 +238,7 @@ def attention_decode(
         q, ck, cv, sk, sv, table, sequence, position, part, stat, table.stride(0), spec.scale, spec.softcap,
         spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BG=max(16, triton.next_power_of_2(hq // hk)),
         BN=32, SPLITS=splits, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
-        QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4,
+        QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4, launch_pdl=overlap(),
     )  # fmt: skip
     block = 256 if quantize_to == Activation.Q8_K else 32
     heads = max(1, 256 // hv) if quantize_to == Activation.Q8_K else 1
@@ -251,7 +254,7 @@ def attention_decode(
     _merge[(m * hq // heads,)](
         part, stat, part if spec.sinks is None else spec.sinks, out, xq, xd, xs, HQ=hq, HV=hv, BV=bv,
         SPLITS=splits, HEADS=heads, SINK=spec.sinks is not None, KIND=-1 if planes is None else int(planes.kind),
-        num_warps=4,
+        num_warps=4, launch_pdl=overlap(),
     )  # fmt: skip
     return result
 

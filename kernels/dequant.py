@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 from .dequant_iq import iq1, iq2, iq3
-from .device import E2M1_0, E2M1_1, E2M1_2, E2M1_3, IQ4_0, IQ4_1, IQ4_2, IQ4_3, e8m0_half
+from .device import E2M1_0, E2M1_1, E2M1_2, E2M1_3, IQ4_0, IQ4_1, IQ4_2, IQ4_3, e8m0_half, wide
 
 
 @triton.jit
 def byte_at(p):
     """The byte at a pointer as int32."""
-    return tl.load(p).to(tl.int32)
+    return wide(tl.load(p))
 
 
 @triton.jit
@@ -104,9 +104,10 @@ def _pow3(n):
 def _few_bits(T: tl.constexpr, b, e):
     """TQ1_0, TQ2_0, NVFP4, Q1_0, Q2_0."""
     if T == 34:  # five trits a byte: 32 bytes (160 elements), 16 bytes (80), then four trits in 4 bytes (16), d
+        e = wide(e)
         at = tl.where(e < 160, e % 32, tl.where(e < 240, 32 + e % 16, 48 + e % 4))
         n = tl.where(e < 160, e // 32, tl.where(e < 240, (e - 160) // 16, (e - 240) // 4))
-        q = (byte_at(b + at) * _pow3(n)) & 0xFF
+        q = wide((byte_at(b + at) * _pow3(n)) & 0xFF)
         return (((q * 3) >> 8) - 1).to(tl.float32) * half_at(b + 52)
     elif T == 35:
         q = (byte_at(b + e // 128 * 32 + e % 32) >> (e % 128 // 32 * 2)) & 3

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .device import wide
 from .formats import Type
 
 
@@ -34,12 +35,12 @@ def grid_table(type_: Type, device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _byte(p):
-    return tl.load(p).to(tl.int32)
+    return wide(tl.load(p))
 
 
 @triton.jit
 def _u16(p):
-    return tl.load(p.to(tl.pointer_type(tl.uint16), bitcast=True)).to(tl.int32)
+    return wide(tl.load(p.to(tl.pointer_type(tl.uint16), bitcast=True)))
 
 
 @triton.jit
@@ -116,11 +117,7 @@ def iq1(T: tl.constexpr, b, e, tab):
         bits = (_u16(b + 48) >> 12) | ((_u16(b + 50) >> 8) & 0x00F0)
         bits = bits | ((_u16(b + 52) >> 4) & 0x0F00) | (_u16(b + 54) & 0xF000)
         d = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
-        # Shifts by constants only: with one by (s % 2 * 6 + v // 2 * 3), Triton 3.6's code for an NVIDIA H200 took the
-        # wrong scale for odd s where rows have an odd number of blocks (right under the interpreter).
-        scale = _u16(b + 48 + s // 2 * 2)
-        scale = tl.where(s % 2 == 0, scale, scale >> 6)
-        scale = tl.where(v < 2, scale, scale >> 3) & 7
+        scale = (_u16(b + 48 + s // 2 * 2) >> (s % 2 * 6 + v // 2 * 3)) & 7
         d = d * (2 * scale + 1).to(tl.float32)
         negative = (h >> 3) & 1
     delta = tl.where(negative != 0, -0.125, 0.125)

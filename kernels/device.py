@@ -47,6 +47,20 @@ def round_even(x):
         return tl.inline_asm_elementwise("cvt.rni.s32.f32 $0, $1;", "=r,f", [x], dtype=tl.int32, is_pure=True, pack=1)
 
 
+@triton.jit
+def wide(x):
+    """An 8- or 16-bit integer as int32 whose range the compiler does not know.
+
+    Otherwise LLVM narrows the shifts and masks that follow to packed 16-bit arithmetic, and ptxas 12.8 drops the
+    constant of some packed additions (seen on an H200 with IQ1_M and TQ1_0: `add.s16x2` with 0x00060000 became
+    VIADD.16x2 with 0)."""
+    x = x.to(tl.int32)
+    if INTERPRET:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
+
+
 _LUT16_ASM: tl.constexpr = tl.constexpr("""
 {
     .reg .b32 a, s, l, h, r0, r1;

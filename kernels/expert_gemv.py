@@ -17,6 +17,7 @@ from .device import INTERPRET
 from .formats import Activation, Type
 from .gemv import QuantFormats, operands
 from .matrix import ExpertMatrix, ExpertWeights
+from .overlap import after_previous, overlap
 from .rowdot import row_dot
 
 
@@ -52,6 +53,7 @@ def _gate_up(
     SCALE_G: tl.constexpr, SCALE_U: tl.constexpr,
 ):  # fmt: skip
     """out float32 [P, F] = activation(gate x, up x); TG is -1 without a gate."""
+    after_previous()
     p = tl.program_id(1)
     slot_id = tl.load(ids + p)
     if slot_id >= 0:
@@ -76,6 +78,7 @@ def _down(
     BIAS: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
     """out float32 [P, N] = down h[p] (* scale) (+ bias)."""
+    after_previous()
     p = tl.program_id(1)
     slot_id = tl.load(ids + p)
     if slot_id >= 0:
@@ -130,6 +133,7 @@ def gate_up(
         KU=int(up.format.activation), IG=gate.format.integer, IU=up.format.integer, K=up.k,
         A=ACTIVATIONS[w.activation], BN=bn, GG=groups(gate.type, up.k), GU=groups(up.type, up.k),
         BIAS=up.bias is not None, SCALE_G=gate.scale is not None, SCALE_U=up.scale is not None, num_warps=warps,
+        launch_pdl=overlap(),
     )  # fmt: skip
     return out
 
@@ -153,7 +157,7 @@ def down(
         ids, experts, slot_addr, *_operands(w, h), grid_table(w.type, out.device),
         out if w.bias is None else w.bias, out if w.scale is None else w.scale, out, w.offset, w.n,
         T=int(w.type), KIND=int(w.format.activation), INTEGER=w.format.integer, K=w.k, BN=bn, G=groups(w.type, w.k),
-        BIAS=w.bias is not None, SCALE=w.scale is not None, num_warps=warps,
+        BIAS=w.bias is not None, SCALE=w.scale is not None, num_warps=warps, launch_pdl=overlap(),
     )  # fmt: skip
     return out
 

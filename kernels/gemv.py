@@ -14,6 +14,7 @@ from .activations import Activations
 from .device import INTERPRET
 from .formats import FORMATS, Activation, Type
 from .matrix import QuantMatrix
+from .overlap import after_previous, overlap
 from .rowdot import row_dot
 
 MAX_ROWS = 8
@@ -56,6 +57,7 @@ def _gemv(
     T1, T2 are -1 where there are fewer matrices. BIAS, SCALE: bit i for matrix i. Programs are dealt to the matrices
     in order of their row tiles.
     """
+    after_previous()
     pid = tl.program_id(0)
     t0 = tl.cdiv(N0, BN)
     if T1 < 0:
@@ -85,6 +87,10 @@ def tile_config(type_: Type, n: int, k: int) -> tuple[int, int, int]:
     if not QuantFormats.integer(type_):
         return (4, 128, 4) if n >= 1024 else (1, 512, 4)
     groups = triton.next_power_of_2(k // 16 if type_ == Type.Q8_0 else k // 32)
+    if type_ == Type.Q8_0:
+        return 1, min(32, groups), 1
+    if type_ in (Type.Q4_K, Type.Q5_K):
+        return 2, min(32, groups), 2
     if n * FORMATS[type_].row_bytes(k) <= SMALL:
         return (2, min(64, groups), 4) if groups >= 64 else (4, groups, 4)
     if type_ == Type.IQ4_XS:
@@ -145,6 +151,6 @@ def gemv(
         T0=int(first.type), T1=int(ws[1].type) if len(weights) > 1 else -1,
         T2=int(ws[2].type) if len(weights) > 2 else -1, K=first.k, BN=bn, G=g, MB=triton.next_power_of_2(m),
         BIAS=sum(1 << i for i, b in enumerate(bs) if b is not None), RESIDUAL=residual is not None,
-        SCALE=sum(1 << i for i, s in enumerate(scales) if s is not None), num_warps=warps,
+        SCALE=sum(1 << i for i, s in enumerate(scales) if s is not None), num_warps=warps, launch_pdl=overlap(),
     )  # fmt: skip
     return list(out)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from .activations import Activations, Planes, empty_planes, quantize_block, store_block
 from .formats import Activation
+from .overlap import after_previous, overlap
 
 
 @triton.jit
@@ -29,6 +30,7 @@ def _combine(
     parts, ids, weights, a, b, out, D: tl.constexpr, TOP_K: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
     BD: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     m = tl.program_id(0)
     i = tl.program_id(1) * BD + tl.arange(0, BD)
     ok = i < D
@@ -58,7 +60,8 @@ def combine(
     a, b = (*adds, out, out)[:2]
     block = min(1024, triton.next_power_of_2(d))
     _combine[(m, triton.cdiv(d, block))](
-        parts, ids, weights, a, b, out, D=d, TOP_K=k, A=len(adds) > 0, B=len(adds) > 1, BD=block, num_warps=4
+        parts, ids, weights, a, b, out, D=d, TOP_K=k, A=len(adds) > 0, B=len(adds) > 1, BD=block, num_warps=4,
+        launch_pdl=overlap(),
     )
     return out
 
@@ -71,6 +74,7 @@ def _norm(
 ):  # fmt: skip
     """One row: t = x (+ add) (+ the experts' weighted sum, TOP_K > 0); y = t / sqrt(mean(t^2) + eps) * weight
     (+ bias); quantised copies of y."""
+    after_previous()
     m = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BD)
     ok = i < D
@@ -135,7 +139,7 @@ def norm(
         eps, TOP_K=0 if experts is None else experts[1].shape[1], D=d, BD=bd, ADD=add is not None,
         WEIGHT=weight is not None, BIAS=bias is not None, CENTRE=centre,
         TOTAL=sums, KIND_K=pk is not None, KIND_0=int(small[0]) if small else -1,
-        num_warps=max(1, min(16, bd // 256)),
+        num_warps=max(1, min(16, bd // 256)), launch_pdl=overlap(),
     )  # fmt: skip
     out = Activations(y)
     for p in planes.values():

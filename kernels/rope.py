@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .activations import quantize_block
 from .kvcache import KVCache
+from .overlap import after_previous, overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ def _qk_rope(
     QUANT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, head): heads 0..HQ-1 are queries, then HK keys, then HK values."""
+    after_previous()
     m = tl.program_id(0)
     h = tl.program_id(1)
     i = tl.arange(0, BD)
@@ -201,6 +203,6 @@ def qk_norm_rope_write(
         HQ=hq, HK=hk, HD=hd, HV=hv, BD=max(32, triton.next_power_of_2(max(hd, hv))), ROT=rot,
         NEOX=rope is not None and rope.neox, AXIS=rope is not None and rope.axis is not None,
         NORM_Q=q_weight is not None, NORM_K=k_weight is not None, WRITE=write,
-        QUANT=cache is not None and cache.quantised, num_warps=1,
+        QUANT=cache is not None and cache.quantised, num_warps=1, launch_pdl=overlap(),
     )  # fmt: skip
     return out

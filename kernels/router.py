@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .overlap import after_previous, overlap
+
 GATING = {"softmax": 1, "sigmoid": 2, "softmax_weight": 3, "sqrt_softplus": 4}
 """`expert_gating_func` of a GGUF file; softmax_weight takes the softmax over the chosen ones only."""
 
@@ -24,6 +26,7 @@ def _route(
     E: tl.constexpr, BE: tl.constexpr, TOP_K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr,
     GROUPS: tl.constexpr, USED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     m = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BE)
     ok = e < E
@@ -113,6 +116,6 @@ def route(
         logits, logits if bias is None else bias, ids, weights, scale if scale else 1.0,
         E=e, BE=max(16, triton.next_power_of_2(e)), TOP_K=top_k, BK=triton.next_power_of_2(top_k),
         GATE=GATING[gating], BIAS=bias is not None, GROUPS=groups, USED=groups_used, NORM=normalise,
-        num_warps=1 if e <= 256 else 2,
+        num_warps=1 if e <= 256 else 2, launch_pdl=overlap(),
     )  # fmt: skip
     return ids, weights

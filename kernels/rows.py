@@ -9,10 +9,12 @@ import triton.language as tl
 
 from .dequant import dequant
 from .matrix import QuantMatrix
+from .overlap import after_previous, overlap
 
 
 @triton.jit
 def _get_rows(address: tl.int64, ids, tab, out, N, scale, T: tl.constexpr, K: tl.constexpr, B: tl.constexpr):
+    after_previous()
     base = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
     m = tl.program_id(0)
     n = tl.load(ids + m)
@@ -30,7 +32,7 @@ def get_rows(
     out = torch.empty(m, w.k, dtype=dtype, device=ids.device)
     block = min(512, triton.next_power_of_2(w.k))
     _get_rows[(m, triton.cdiv(w.k, block))](
-        w.address, ids, w.grid, out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4
+        w.address, ids, w.grid, out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4, launch_pdl=overlap()
     )
     return out
 

@@ -77,7 +77,7 @@ def prefilter(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor,
     if not 1 <= k <= min(v, MAX_K):
         raise ValueError(f"k must be 1 to {min(v, MAX_K)}, not {k}")
     device = logits.device
-    keep = triton.next_power_of_2(k)
+    keep = max(2, triton.next_power_of_2(k))  # tl.topk cannot keep one
     block = max(BLOCK, 2 * keep)
     blocks = triton.cdiv(v, block)
     keys = torch.empty(m, blocks * keep, dtype=torch.int64, device=device)

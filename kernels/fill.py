@@ -1,0 +1,201 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Experts on their way: gathered from host memory into slots, handed to the CPU, and the CPU's share taken back.
+
+All three kernels read what `residency` decided from device memory and have fixed grids, so a captured graph needs no
+host. Addresses of host memory come as int64. The doorbell's words and the order of writes are those of
+ggml_cpu/doorbell.cpp: data first, then the number with release at system scope; the wait is a load with acquire, never
+an atomic operation on a word that the CPU writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import INTERPRET, aligned
+from .residency import StepBuffers
+
+CHUNK = 16384
+"""Bytes a program of the gather copies at a time."""
+REQUEST: tl.constexpr = tl.constexpr(0)
+DONE: tl.constexpr = tl.constexpr(16)
+ABORT: tl.constexpr = tl.constexpr(32)
+LOOK_FOR_ABORT: tl.constexpr = tl.constexpr(64)
+"""Every so many looks at `done` the wait looks at `abort` too."""
+
+TRACE_FIELDS = 8
+"""int64 a layer: hits, misses, fills, CPU experts, entries, nanoseconds of the fill, of the wait, time of its end."""
+
+
+@triton.jit
+def _now(dummy):
+    """The GPU's clock in nanoseconds; 0 under the interpreter."""
+    if INTERPRET:
+        return dummy.to(tl.int64) * 0
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l,l", [dummy.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _acquire(address):
+    """The int64 at `address` in host memory, and everything written before it."""
+    if INTERPRET:
+        return tl.load(address.to(tl.pointer_type(tl.int64)))
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s64 $0, [$1];", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _fill(header, fill_src, fill_dst, slot_bytes, stamps, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
+    """Copy `slot_bytes` (a multiple of 256) from fill_src[i, 0] to fill_dst[i] for each fill."""
+    pid = tl.program_id(0)
+    fills = tl.load(header + 3)
+    if fills > 0:
+        begin = _now(fills)
+        if pid == 0:
+            tl.store(stamps, begin)
+        blocks = (slot_bytes + SIZE - 1) // SIZE
+        at = tl.arange(0, SIZE // 8)
+        for unit in range(pid, fills * blocks, PROGRAMS):
+            i = unit // blocks
+            start = (unit - i * blocks).to(tl.int64) * SIZE
+            ok = at < (slot_bytes - start) // 8
+            source = aligned(tl.load(fill_src + i * 3) + start, tl.int64)
+            target = aligned(tl.load(fill_dst + i) + start, tl.int64)
+            tl.store(target + at, tl.load(source + at, mask=ok), mask=ok)
+        tl.debug_barrier()
+        tl.atomic_max(stamps + 1, _now(fills))
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "n_weights"])
+def _publish(
+    words, mail_header, mail_expert, mail_start, mail_rows, mail_weights, mail_x, ticket,
+    header, cpu_expert, cpu_start, cpu_rows, weights, x, layer, rows, n_weights, n_x, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program: the CPU's list and the experts' inputs into the mailbox, then ring. Nothing where it has none."""
+    n_cpu = tl.load(header + 4)
+    if n_cpu > 0:
+        entries = tl.load(header + 5)
+        at = tl.arange(0, SIZE)
+        for start in range(0, n_x, SIZE):
+            i = start + at
+            value = tl.load(x + i, mask=i < n_x, other=0.0)
+            tl.store(aligned(mail_x, tl.float32) + i, value, mask=i < n_x)
+        small = tl.arange(0, 128)
+        for start in range(0, n_weights, 128):
+            i = start + small
+            value = tl.load(weights + i, mask=i < n_weights, other=0.0)
+            tl.store(mail_weights.to(tl.pointer_type(tl.float32)) + i, value, mask=i < n_weights)
+            e = tl.load(cpu_expert + i, mask=i < n_cpu, other=0)
+            tl.store(mail_expert.to(tl.pointer_type(tl.int32)) + i, e, mask=i < n_cpu)
+            r = tl.load(cpu_rows + i, mask=i < entries, other=0)
+            tl.store(mail_rows.to(tl.pointer_type(tl.int32)) + i, r, mask=i < entries)
+        for start in range(0, n_cpu + 1, 128):
+            i = start + small
+            s = tl.load(cpu_start + i, mask=i <= n_cpu, other=0)
+            tl.store(mail_start.to(tl.pointer_type(tl.int32)) + i, s, mask=i <= n_cpu)
+        head = tl.arange(0, 8)
+        both = tl.where(head == 2, n_cpu, tl.where(head == 3, entries, 0))
+        value = tl.where(head == 0, layer, tl.where(head == 1, rows, both))
+        tl.store(mail_header.to(tl.pointer_type(tl.int32)) + head, value)
+        number = tl.load(ticket) + 1
+        tl.debug_barrier()
+        tl.store(ticket, number)
+        tl.atomic_xchg((words + REQUEST * 8).to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _collect(words, mail_y, trace, ticket, header, share, stamps, layer, n, SIZE: tl.constexpr):
+    """Wait for the CPU where it was asked, and copy its share; zeros where it was not, NaN where it was released."""
+    pid = tl.program_id(0)
+    at = pid * SIZE + tl.arange(0, SIZE)
+    n_cpu = tl.load(header + 4)
+    value = tl.zeros([SIZE], tl.float32)
+    begin = _now(n_cpu)
+    if n_cpu > 0:
+        number = tl.load(ticket)
+        done = _acquire(words + DONE * 8)
+        stop = done * 0 - 1
+        looks = 0
+        while (done < number) & (stop < number):
+            done = _acquire(words + DONE * 8)
+            looks += 1
+            if looks % LOOK_FOR_ABORT == 0:
+                stop = _acquire(words + ABORT * 8)
+        value = tl.load(aligned(mail_y, tl.float32) + at, mask=at < n, other=0.0, cache_modifier=".cv")
+        value = tl.where(done < number, float("nan"), value)
+    tl.store(share + at, value, mask=at < n)
+    if pid == 0:
+        end = _now(n_cpu)
+        i = tl.arange(0, 8)
+        fills = tl.load(header + 3)
+        hits = tl.load(header + 1).to(tl.int64)
+        misses = tl.load(header + 2).to(tl.int64)
+        fill_ns = tl.where(fills > 0, tl.load(stamps + 1) - tl.load(stamps), 0)
+        counts = tl.where(i == 0, hits, tl.where(i == 1, misses, tl.where(i == 2, fills, n_cpu).to(tl.int64)))
+        entries = tl.load(header + 6).to(tl.int64)
+        times = tl.where(i == 4, entries, tl.where(i == 5, fill_ns, tl.where(i == 6, end - begin, end)))
+        line = (trace + layer.to(tl.int64) * 64).to(tl.pointer_type(tl.int64))
+        tl.store(line + i, tl.where(i < 4, counts, times))
+
+
+@dataclass(frozen=True, slots=True)
+class MailAddresses:
+    """Host addresses of the mailbox's parts (experts.mailbox)."""
+
+    words: int
+    header: int
+    expert: int
+    start: int
+    rows_of: int
+    weights: int
+    x: int
+    y: int
+    trace: int
+
+
+def programs(device: torch.device) -> int:
+    """Programs of the gather: enough requests in flight for the link, two on each multiprocessor."""
+    if INTERPRET.value:
+        return 3
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fill(out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int) -> None:
+    """Queue the copies that `out` lists; `stamps` int64 [2] on the device takes their begin and end."""
+    if slot_bytes % 256:
+        raise ValueError(f"slots are multiples of 256 bytes, not {slot_bytes}")
+    _fill[(n_programs,)](
+        out.header, out.fill_src, out.fill_dst, slot_bytes, stamps, PROGRAMS=n_programs, SIZE=CHUNK, num_warps=8
+    )
+
+
+def publish(
+    mail: MailAddresses, ticket: torch.Tensor, out: StepBuffers, layer: int, x: torch.Tensor, weights: torch.Tensor
+) -> None:
+    """Queue the message to the CPU: x float32 [rows, n_embd], weights float32 [rows, k], `ticket` int64 [1]."""
+    rows = x.shape[0]
+    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in (x, weights)):
+        raise ValueError("the experts' inputs and weights must be contiguous float32")
+    _publish[(1,)](
+        mail.words, mail.header, mail.expert, mail.start, mail.rows_of, mail.weights, mail.x, ticket,
+        out.header, out.cpu_expert, out.cpu_start, out.cpu_rows, weights, x, layer, rows, weights.numel(), x.numel(),
+        SIZE=2048, num_warps=8,
+    )  # fmt: skip
+
+
+def collect(
+    mail: MailAddresses, ticket: torch.Tensor, out: StepBuffers, layer: int, share: torch.Tensor, stamps: torch.Tensor
+) -> None:
+    """Queue the wait; `share` float32 [rows, n_embd] is the CPU's part afterwards, and the layer's trace is written."""
+    n = share.numel()
+    _collect[(triton.cdiv(n, 2048),)](
+        mail.words, mail.y, mail.trace, ticket, out.header, share, stamps, layer, n, SIZE=2048, num_warps=4
+    )
