@@ -33,6 +33,10 @@ $(VENV)/.tests: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
 	touch $@
 
+$(VENV)/.clients: $(VENV)/.tests
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[clients]'
+	touch $@
+
 lint: $(VENV)/.tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,7 +45,7 @@ lint: $(VENV)/.tests
 test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint
+test-all: lint $(VENV)/.clients
 	$(BIN)/python -m pytest
 
 clean:
