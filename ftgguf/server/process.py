@@ -24,7 +24,7 @@ from starlette.types import ASGIApp
 
 from ftgguf import logs
 from ftgguf.chat.template import ChatTemplateError, ChatTemplates, load_templates
-from ftgguf.flags.config import ServerConfig, encode_config
+from ftgguf.flags.config import HttpConfig, ServerConfig, encode_config
 from ftgguf.gguf import GGUFError, GGUFFile
 from ftgguf.pull.layers import NO_EXTRAS, Extras
 from ftgguf.pull.ollama_gguf import open_model
@@ -133,9 +133,9 @@ def model_templates(config: ServerConfig, gguf: GGUFFile, vocab: Any) -> ChatTem
     )
 
 
-async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) -> int:
-    http = state.config.http
-    server = _Server(
+def http_server(http: HttpConfig, app: ASGIApp) -> uvicorn.Server:
+    """uvicorn for `app`; its sockets are given to `serve`."""
+    return _Server(
         uvicorn.Config(
             app,
             log_config=None,
@@ -150,7 +150,12 @@ async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) ->
             ssl_certfile=http.ssl_cert_file or None,
         )
     )
-    _install_signals(server)
+
+
+async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) -> int:
+    http = state.config.http
+    server = http_server(http, app)
+    install_signals(server)
     await state.engine.start()
     serving = asyncio.create_task(server.serve(sockets=[listener.socket for listener in listeners]))
     starting = asyncio.create_task(_announce(state, listeners))
@@ -196,7 +201,8 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
     return True
 
 
-def _install_signals(server: uvicorn.Server) -> None:
+def install_signals(server: uvicorn.Server) -> None:
+    """The first SIGINT or SIGTERM has `server` end in order, the second ends the process."""
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
