@@ -113,10 +113,9 @@ def serve(argv: list[str]) -> int:
     try:
         config, extras = parse_server(argv, os.environ), NO_EXTRAS
         if config.router:
-            return _fail(
-                "error: no model given: -m FILE, -m demo (a chat model, made on first use), -m stories (built in), "
-                "-m NAME or -hf user/repo"
-            )
+            from ftgguf.server.router_process import serve_router
+
+            return serve_router(config, argv, os.environ)
         if not config.model.path.startswith(SCRIPTED):
             config, extras = served_with_bar(config)
     except CacheListRequested:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ftgguf.server.errors import ApiError, InvalidRequest
 from ftgguf.server.generation import json_response
+from ftgguf.server.replay import Sessions
 from ftgguf.server.sse import EventStream
 from ftgguf.server.state import state_of
 
@@ -39,18 +42,26 @@ async def delete_stream(request: Request) -> Response:
 async def post_lookup(request: Request) -> Response:
     state = state_of(request)
     body, _ = await state.json(request)
+    return json_response(found_json(wanted_ids(body), [state.sessions]))
+
+
+def wanted_ids(body: Any) -> list[str]:
+    """`conversation_ids` of a lookup's body, texts only."""
     wanted = body.get("conversation_ids") if isinstance(body, dict) else None
-    ids = [id for id in wanted if isinstance(id, str) and id] if isinstance(wanted, list) else []
-    found = [session for id in ids for session in state.sessions.matching(id)]
-    return json_response(
-        [
-            {
-                "conversation_id": session.id,
-                "is_done": session.done,
-                "total_bytes": session.total,
-                "started_at": session.started_at,
-                "completed_at": session.completed_at,
-            }
-            for session in found
-        ]
-    )
+    return [id for id in wanted if isinstance(id, str) and id] if isinstance(wanted, list) else []
+
+
+def found_json(ids: list[str], kept: list[Sessions]) -> list[dict[str, Any]]:
+    """What is known about the conversations `ids`."""
+    return [
+        {
+            "conversation_id": session.id,
+            "is_done": session.done,
+            "total_bytes": session.total,
+            "started_at": session.started_at,
+            "completed_at": session.completed_at,
+        }
+        for id in ids
+        for sessions in kept
+        for session in sessions.matching(id)
+    ]
