@@ -193,7 +193,10 @@ class CudaExecutor:
         try:
             with self._on_device():
                 decoding = batch.rows <= self.sizes[-1] and (hidden is None) == (self.hidden is None)
-                return self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
+                self.store.start()
+                values = self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
+                self.store.finish(batch.rows, waited=len(values) > 0)
+                return values
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             raise MemoryError(
@@ -259,7 +262,7 @@ class CudaExecutor:
         rows = self.large.rows(size, outputs, all_outputs=False)
         key = (size, outputs)
         known = self.prompts.get(key)
-        if known is None and size in self.warm and key not in self.uncaptured:
+        if known is None and self.store.captures_prompts and size in self.warm and key not in self.uncaptured:
             known = self._capture_prompt(key, rows, h)
         if known is None:
             out = self._pass(rows, h)

@@ -102,6 +102,9 @@ def _matrix(p: Linear, offset: int, first: int, last: int) -> ExpertMatrix:
 class ExpertStore(ABC):
     """See the module. `specs[layer]` is what `add` was given; layers are the model's block numbers."""
 
+    captures_prompts = True
+    """Whether a prompt's pass may be captured; passes of few rows always may."""
+
     def __init__(self) -> None:
         self.specs: dict[int, ExpertSpec] = {}
 
@@ -121,6 +124,12 @@ class ExpertStore(ABC):
     def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
         """float32 [rows, n_embd]: the weighted sum of the experts with negative slots, ready on this stream."""
         return None
+
+    def start(self) -> None:  # noqa: B027
+        """A pass is about to be queued."""
+
+    def finish(self, rows: int, waited: bool) -> None:  # noqa: B027
+        """A pass of `rows` rows was queued and, if `waited`, is done. Raises ExecutorLost when it cannot be right."""
 
 
 class ResidentStore(ExpertStore):
