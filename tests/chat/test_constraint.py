@@ -157,3 +157,18 @@ def test_what_the_grammar_allows_the_parser_reads(format: str) -> None:
 def test_listed_properties_are_all_there_are(schema: Any, expected: Any) -> None:
     """llama.cpp's schema-to-grammar conversion: no additional properties where some are listed."""
     assert closed_schema(schema) == expected
+
+
+def test_xml_values_are_the_models_own_text() -> None:
+    """Bug log R36: a value keeps its line breaks, quotes and tags; it is not forced into a quoted JSON string."""
+    grammar = tool_grammar("qwen3_coder", TOOLS, "required", "", True)
+    assert grammar is not None
+    value = "line one\nline \"two\" <b>bold</b>\n  label='\\''\n"
+    call = (
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n" + value + "\n</parameter>\n</function>\n</tool_call>"
+    )
+    assert accepts(grammar, call)
+    parser = tool_parser("qwen3_coder", TOOLS, True)
+    parser.feed(call)
+    parser.finish()
+    assert json.loads(parser.message.tool_calls[0].arguments)["city"] == value

@@ -26,6 +26,8 @@ SCRIPTS = [
     {"when": "two cities", "text": call("get_weather", city="Paris") + "\n" + call("get_weather", city="Rome")},
     {"when": "get_weather", "text": "<think>\nI look it up.\n</think>\n\n" + call("get_weather", city="Paris")},
     {"when": "Why", "text": "<think>\nBecause.\n</think>\n\nSo it is, na\u00efve \u2615."},
+    {"when": "ends with end", "text": "Short.<|endoftext|>not this"},
+    {"when": "ends with im_", "text": "Short.<|im_end|>not this"},
     {"text": "Hello there, na\u00efve \u2615."},
 ]
 """The first whose `when` is in the prompt; tools are in the system text, so their names are."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -136,3 +137,12 @@ def test_responses_stream_with_a_call(client: openai.OpenAI) -> None:
     assert kinds[-1] == "response.completed"
     (made,) = [item for item in final.output if item.type == "function_call"]
     assert (made.name, made.arguments) == ("get_weather", '{"city": "Paris"}')
+
+
+def test_any_end_token_ends_the_answer(url: str) -> None:
+    """Bug log R31: a file may have several; their texts are not content."""
+    for end in ("<|endoftext|>", "<|im_end|>"):
+        body = {"prompt": f"ends with {end[2:5]}", "return_tokens": True, "n_predict": 50}
+        answer = httpx.post(f"{url}/completion", json=body, timeout=30).json()
+        assert answer["content"] == "Short."
+        assert answer["stop_type"] == "eos"

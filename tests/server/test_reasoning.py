@@ -82,3 +82,16 @@ def test_thinking_is_ended_from_outside(url: str, enabled: bool) -> None:
     else:
         assert answer == {"success": False, "message": "reasoning control not enabled for this completion"}
     assert control(url, "chatcmpl-gone") == {"success": False, "message": "no active completion for this id"}
+
+
+@pytest.mark.slow
+def test_a_silent_answer_takes_longer_than_a_connection_is_kept(tmp_path: Path) -> None:
+    """Bug log R11: nothing is sent for more than the 5 s that idle connections are kept."""
+    make_scripted(tmp_path / "vocab.gguf", SCRIPT)
+    script = {"vocab": "vocab.gguf", "delay_ms": 700, "scripts": [{"pieces": list("Late, but here.")}]}
+    (tmp_path / "slow.json").write_text(json.dumps(script))
+    with our_server(f"scripted:{tmp_path / 'slow.json'}") as url, httpx.Client(base_url=url, timeout=60) as http:
+        for _ in range(2):
+            assert (
+                http.post("/completion", json={"prompt": "x", "n_predict": 20}).json()["content"] == "Late, but here."
+            )
