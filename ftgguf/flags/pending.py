@@ -17,12 +17,10 @@ _SPEC_FLAGS = (
         for part in ("size-n", "size-m", "min-hits")
     ),
 )
-_ROUTER = "there is no router mode yet: one model, named at start"
 _SNAPSHOTS = "no model family that needs snapshots of its state is served yet"
 
 PENDING: dict[str, str] = {
     **dict.fromkeys(_SPEC_FLAGS, _SPECULATION),
-    **dict.fromkeys(("--models-dir", "--models-preset", "--models-max", "--models-autoload", "--keep-alive"), _ROUTER),
     **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
     "--cache-idle-slots": "prompts of idle slots always stay in the tree, and leave it when their cells are needed",
     "--check-tensors": "weights are not looked through for invalid values yet",

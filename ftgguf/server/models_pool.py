@@ -237,6 +237,8 @@ class Pool:
         self._set(instance, "loading")
         prepared = await self._prepare(instance.source, instance.context)
         room = await self._make_room(instance, prepared.need)
+        if room is None:
+            return
         started = instance.started = await prepared.start(room)
         began = time.monotonic()
         await started.engine.start()
@@ -262,11 +264,16 @@ class Pool:
     def _others(self, instance: Instance) -> list[Instance]:
         return [each for each in self._instances.values() if each is not instance and each.started is not None]
 
-    async def _make_room(self, instance: Instance, need: Need) -> int:
-        """Bytes that the model may take, once it fits; unloads idle models. Raises ApiError if it never will."""
+    async def _make_room(self, instance: Instance, need: Need) -> int | None:
+        """Bytes that the model may take, once it fits; unloads idle models. None: nobody waits for it any more.
+
+        Raises ApiError if it will never fit.
+        """
         unloaded_at = 0.0
         while True:
             self._freed.clear()
+            if not (instance.busy or instance.wanted):
+                return None
             others = self._others(instance)
             granted = sum(each.started.granted for each in others if each.started is not None)
             room = self.memory.room(granted)
