@@ -130,4 +130,4 @@ def test_instructor(url: str) -> None:
         person = client.chat.completions.create(
             model="x", messages=[{"role": "user", "content": text}], response_model=Person, max_retries=0
         )
-        assert person == Person(name="Ann", age=30)
+        assert person.model_dump() == {"name": "Ann", "age": 30}  # of a class that instructor derives
