@@ -16,7 +16,8 @@ from ftgguf.flags.help import PEER
 from ftgguf.flags.pending import PENDING
 from ftgguf.flags.row import Flag
 from ftgguf.flags.table import FLAGS
-from ftgguf.server.app import GET, POST
+from ftgguf.server.app import GET, OLLAMA, POST
+from ftgguf.server.ollama_store import ROUTES as OLLAMA_STORE
 from ftgguf.server.schema import FIELDS
 
 _INTRO = f"""# Compatibility with llama-server
@@ -141,8 +142,10 @@ def endpoints() -> list[tuple[str, str, str]]:
     routes += ["DELETE /v1/stream", "GET /openapi.json"]
     rows = [(f"`{route}`", *ENDPOINTS.get(route, ("same", ""))) for route in dict.fromkeys(routes)]
     have = set(routes)
-    why = "no router mode here: one model, named at start"
-    rows += [(f"`{route}`", "different", why) for route in ROUTER if route not in have]
+    why = "router mode, without a model named at start; all models share one front, each has its engine process"
+    rows += [(f"`{route}`", "mapped", why) for route in ROUTER if route not in have]
+    rows += [(f"`{method} {path}`", "ours", "Ollama's API") for method, path, _ in OLLAMA_STORE]
+    rows += [(f"`POST {path}`", "ours", "Ollama's API") for path, _ in OLLAMA]
     return rows
 
 
