@@ -9,15 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from ftgguf.gguf import GGUFError, open_gguf
+from ftgguf.gguf import GGUFError
 from ftgguf.pull.digest import Digest
 from ftgguf.pull.disk import check_space, disk_error
 from ftgguf.pull.errors import NameResolutionError, NotFound, PullError
 from ftgguf.pull.hub import describe
 from ftgguf.pull.manifest import Layer, encode_manifest
 from ftgguf.pull.modelfile import Modelfile
-from ftgguf.pull.names import HubName, OllamaName, PathName, StoredName, UrlName
-from ftgguf.pull.resolve import fetch, meaning
+from ftgguf.pull.names import BlobName, BuiltinName, HubName, OllamaName, PathName, StoredName, UrlName, parse
+from ftgguf.pull.ollama_gguf import open_model
+from ftgguf.pull.resolve import fetch, locate, meaning
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.store import Entry
 
@@ -25,9 +26,10 @@ _COPY = 1 << 22
 _REPLACED = {"params": "params", "system": "system", "template": "template", "messages": "messages"}
 
 
-def create(session: Session, target: StoredName, modelfile: Modelfile, folder: Path) -> Entry:
+def create(session: Session, target: StoredName, modelfile: Modelfile, folder: Path | None) -> Entry:
     """Make `target`. Paths in the Modelfile are relative to `folder`; a model's name in FROM is pulled if missing.
 
+    Without a folder FROM is never a path: a name, or the digest of a blob, as it may come over the network.
     Parameters add to those of the model it is made from; texts replace them. Raises PullError, NameResolutionError.
     """
     if modelfile.adapters:
@@ -52,14 +54,17 @@ def create(session: Session, target: StoredName, modelfile: Modelfile, folder: P
     return entry
 
 
-def _base(session: Session, source: str, folder: Path) -> tuple[list[Layer], Layer | None]:
+def _base(session: Session, source: str, folder: Path | None) -> tuple[list[Layer], Layer | None]:
     """FROM's layers, and its config where it has one."""
-    path = folder / Path(source).expanduser()
-    if path.is_file():
-        return _from_file(session, path), None
-    name = meaning(source)
+    if folder is not None:
+        path = folder / Path(source).expanduser()
+        if path.is_file():
+            return _from_file(session, path), None
+    name = parse(source) if folder is None else meaning(source)
     if isinstance(name, PathName):
         raise NotFound(f"FROM {source}: no such file")
+    if isinstance(name, BuiltinName | BlobName):
+        return _from_file(session, locate(session, name).path), None
     if not isinstance(name, OllamaName | HubName | UrlName):
         raise NameResolutionError(f"FROM {source}: give a .gguf file or a model's name")
     entry = session.store.get(name.stored if isinstance(name, UrlName) else name) or fetch(session, name)
@@ -69,7 +74,7 @@ def _base(session: Session, source: str, folder: Path) -> tuple[list[Layer], Lay
 def _from_file(session: Session, path: Path) -> list[Layer]:
     """The GGUF (all shards of a split one) copied into the store, after its header was checked."""
     try:
-        with open_gguf(path) as gguf:
+        with open_model(path) as gguf:
             shards = [shard.path for shard in gguf.shards]
     except GGUFError as error:
         raise NameResolutionError(f"FROM {path.name}: {error.message}") from None

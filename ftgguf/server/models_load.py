@@ -63,16 +63,19 @@ class Loader:
         config, extras = resolve_served(config)
         gguf = open_model(config.model.path, {o.key: o.value for o in config.model.override_kv})
         try:
-            if context > 0 and "context.size" not in config.given:
-                slots = 1 if config.context.kv_unified else config.context.n_parallel
-                config = replace(config, context=replace(config.context, size=context * slots))
+            fixed = "context.size" in config.given
             config, need = estimate(config, gguf, self._memory.total())
+            slots = 1 if config.context.kv_unified else config.context.n_parallel
+            if not fixed and 0 < config.context.size < context * slots:
+                config = replace(config, context=replace(config.context, size=context * slots))
+                config, need = estimate(config, gguf, self._memory.total())
+            limit = 0 if fixed else int(gguf.arch("context_length", 0))
         except BaseException:
             gguf.close()
             raise
         for warning in config.warnings:
             log.warning("model %s: %s", source.name, warning)
-        return LoadPlan(self, source, config, extras, gguf, need)
+        return LoadPlan(self, source, config, extras, gguf, need, limit)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -88,6 +91,8 @@ class LoadPlan:
     extras: Extras
     gguf: GGUFFile
     need: Need
+    limit: int
+    """Tokens that a request may have the context grow to; 0 where -c fixed it."""
 
     async def start(self, room: int) -> Started:
         """Load the vocabulary and start the engine's process."""
@@ -109,7 +114,7 @@ class LoadPlan:
             with contextlib.suppress(BufferError):
                 self.gguf.close()
 
-        return Started(state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, state)
+        return Started(state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, self.limit, state)
 
 
 def info(state: ServerState) -> dict[str, object]:

@@ -64,6 +64,8 @@ class Started:
     granted: int
     """Bytes of memory that it may take."""
     close: Callable[[], None]
+    limit: int = 0
+    """Tokens that its context can be made to hold by loading it again."""
     state: Any = None
 
 
@@ -193,8 +195,9 @@ class Pool:
             return False
         if instance.started.engine.state == "loading":  # the engine process died and is being started again
             await instance.started.engine.wait_ready()
-        if context > instance.started.n_ctx() and context > instance.context and instance.busy == 1:
-            instance.context = context
+        wanted, n_ctx = min(context, instance.started.limit), instance.started.n_ctx()
+        if wanted > max(n_ctx, instance.context) and instance.busy == 1:
+            instance.context = wanted
             await self._end(instance)
             return False
         return True

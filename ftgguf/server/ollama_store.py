@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,13 +18,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf import GGUFError
-from ftgguf.pull.catalog import LocalModel, find_model, local_models
+from ftgguf.pull.catalog import LocalModel, builtin_models, find_model, local_models
 from ftgguf.pull.client import NetOptions
 from ftgguf.pull.commands import event_json
 from ftgguf.pull.create import create
 from ftgguf.pull.errors import Cancelled, NameResolutionError, PullError
 from ftgguf.pull.modelfile import Modelfile
-from ftgguf.pull.names import HubName, OllamaName, StoredName, parse
+from ftgguf.pull.names import BlobName, BuiltinName, HubName, OllamaName, StoredName, parse
 from ftgguf.pull.resolve import fetch
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.show import describe_local, show_json, tag_json
@@ -265,16 +264,10 @@ async def post_create(request: Request) -> Response:
 
     def work(report: Callable[[Event], None], cancelled: Callable[[], bool]) -> None:
         with manager.session(report, cancelled, False) as session:
-            if source.startswith("sha256:"):
-                blob = session.store.find_blob(parse(source).digest)  # type: ignore[union-attr]
-                if blob is None:
-                    raise not_found(source)
-                modelfile.source = str(blob)
-            else:
-                base = registry_name(source)
-                if session.store.get(base) is None:
-                    session.check_host(base)
-            create(session, target, modelfile, Path("/"))
+            name = parse(source)
+            if isinstance(name, OllamaName | HubName) and session.store.get(name) is None:
+                session.check_host(name)
+            create(session, target, modelfile, None)
 
     return await job_response(manager, work, lenient(body, "stream", True))
 
@@ -296,10 +289,13 @@ def creation(body: dict[str, Any], name: str) -> tuple[StoredName, Modelfile]:
     for unsupported in ("adapters", "quantize", "modelfile"):
         if body.get(unsupported):
             raise InvalidRequest(f"{unsupported} is not supported here")
-    if not source.startswith("sha256:"):
-        registry_name(source)
-    elif len(source) != 71 or not all(c in "0123456789abcdef" for c in source[7:]):
-        raise InvalidRequest("files: a digest is sha256: and 64 hex digits")
+    try:
+        base = parse(source)
+    except NameResolutionError as error:
+        raise InvalidRequest(str(error)) from None
+    made = not isinstance(base, BuiltinName) or any(model.name == base.name for model in builtin_models())
+    if not made or not isinstance(base, OllamaName | HubName | BlobName | BuiltinName):
+        raise InvalidRequest(f"'{source[:200]}' is no model here and none in a registry")
     licenses = body.get("license") or []
     modelfile = Modelfile(
         source=source,

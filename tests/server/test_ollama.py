@@ -213,7 +213,8 @@ def test_life_of_a_model(pulling: Front, registry: Running) -> None:
     client.copy(name, "twin")
     client.create("kinder", from_="twin", system="Be kinder.", parameters={"temperature": 0})
     assert pulling.post("/api/show", {"model": "kinder"}).json()["system"] == "Be kinder."
-    for each in (name, "twin", "kinder"):
+    client.create("teller", from_="stories", system="Tell.")
+    for each in (name, "twin", "kinder", "teller"):
         assert client.delete(each).status == "success"
     with pytest.raises(ollama.ResponseError) as error:
         client.delete("kinder")
@@ -255,6 +256,9 @@ def test_what_a_pull_may_not_do(pulling: Front, registry: Running, tmp_path: Pat
     assert len(registry.source.seen) == before
     for source in (str(tmp_path), "/etc/passwd", "./x.gguf", "sha256:../x"):
         assert pulling.post("/api/create", {"model": "m", "from": source}).status_code == 400
+    # a valid name that is a path, too: the file is not looked at
+    named = pulling.post("/api/create", {"model": "m", "from": "etc/passwd", "stream": False})
+    assert (named.status_code, "not allowed" in named.json()["error"]) == (403, True)
     assert pulling.post("/api/show", {"model": "/etc/passwd"}).status_code in (400, 404)
     late = pulling.post("/api/pull", {"model": f"{registry.host}/library/none", "insecure": True})
     assert "error" in json.loads(late.text.splitlines()[-1])

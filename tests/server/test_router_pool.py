@@ -61,7 +61,7 @@ class Plan:
 
         async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-        return Started(engine, lambda: app, lambda: n_ctx, dict, self.need.total, lambda: None)
+        return Started(engine, lambda: app, lambda: n_ctx, dict, self.need.total, lambda: None, 8192)
 
 
 @dataclass
@@ -271,6 +271,9 @@ def test_a_larger_context_loads_again() -> None:
         await use(pool, "a", context=4096)
         await use(pool, "a", context=1024)
         assert world.log == ["+a", "-a", "+a"]
+        for _ in range(2):  # more than the model can have: as much as it can, once
+            await use(pool, "a", context=100_000)
+        assert world.log == ["+a", "-a", "+a", "-a", "+a"]
 
     run(body)
 
