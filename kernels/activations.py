@@ -119,7 +119,7 @@ def quantize(x: torch.Tensor, kind: Activation) -> Planes:
     _quantize[(triton.cdiv(blocks, rows),)](
         x.contiguous(), planes.q, planes.d, planes.s, blocks, K=k, KIND=int(kind), R=rows, B=block, num_warps=4,
         launch_pdl=overlap(),
-    )
+    )  # fmt: skip
     return planes
 
 

@@ -62,7 +62,7 @@ def combine(
     _combine[(m, triton.cdiv(d, block))](
         parts, ids, weights, a, b, out, D=d, TOP_K=k, A=len(adds) > 0, B=len(adds) > 1, BD=block, num_warps=4,
         launch_pdl=overlap(),
-    )
+    )  # fmt: skip
     return out
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 
 import triton
+import triton.language as tl  # noqa: F401  (the interpreter wants it in every module with device functions)
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
@@ -24,7 +25,7 @@ def overlap() -> bool:
     if INTERPRET.value:
         return False
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= 90
+    return bool(target.backend == "cuda" and target.arch >= 90)
 
 
 @triton.jit
