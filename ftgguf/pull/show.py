@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ftgguf.gguf import GGUFFile, StringArray
+from ftgguf.gguf import GGUFError, GGUFFile, StringArray
 from ftgguf.pull.catalog import LocalModel, of_entry
+from ftgguf.pull.errors import NameResolutionError
 from ftgguf.pull.hub import parameters
 from ftgguf.pull.layers import NO_EXTRAS, Extras, read_extras
 from ftgguf.pull.manifest import Config
@@ -172,16 +173,50 @@ def details(extras_config: Any, family: str = "") -> dict[str, Any]:
 
 
 def tag_json(store: Store, model: Entry | LocalModel) -> dict[str, Any]:
-    """One element of /api/tags' `models`. `details` are those of the registry's config: no file is opened."""
+    """One element of /api/tags' `models`; what the registry's config does not tell is read from the file's header."""
     model = of_entry(model) if isinstance(model, Entry) else model
+    facts = _facts(store, model)
+    told = details(store.config(model.entry) if model.entry is not None else Config(), facts.family)
+    told["parameter_size"] = told["parameter_size"] or facts.size
+    told["quantization_level"] = told["quantization_level"] or facts.quantization
     return {
         "name": model.name,
         "model": model.name,
         "modified_at": timestamp(model.modified),
         "size": model.size,
         "digest": model.digest,
-        "details": details(store.config(model.entry) if model.entry is not None else Config()),
+        "details": told,
+        "capabilities": list(facts.capabilities),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a listing tells of a file's header."""
+
+    family: str = ""
+    size: str = ""
+    quantization: str = ""
+    capabilities: tuple[str, ...] = ("completion",)
+
+
+_known_facts: dict[str, _Facts] = {}
+"""By the model's digest; a listing is asked for again and again."""
+
+
+def _facts(store: Store, model: LocalModel) -> _Facts:
+    """Nothing is known of a file that cannot be read; the listing goes on."""
+    found = _known_facts.get(model.digest)
+    if found is None:
+        try:
+            told = describe_local(store, model)
+            found = _Facts(told.architecture, parameters(told.parameters), told.quantization, told.capabilities)
+        except (NameResolutionError, GGUFError, OSError):
+            return _Facts()
+        if len(_known_facts) >= 4096:
+            _known_facts.clear()
+        _known_facts[model.digest] = found
+    return found
 
 
 def show_json(description: Description) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def test_the_command_lines_first_requests(server: Front) -> None:
     tags = server.http.get("/api/tags").json()["models"]
     assert "stories" in [tag["name"] for tag in tags]
     assert all(len(tag["digest"]) == 64 and tag["details"]["format"] == "gguf" for tag in tags)
+    assert all("completion" in tag["capabilities"] for tag in tags)
     assert server.http.get("/api/version").json()["version"].count(".") == 2
 
 
