@@ -42,7 +42,7 @@ class ModelHost(Protocol):
         """Unload a model once its requests have ended; False if it is not loaded. Raises ApiError if it must stay."""
 
     def changed(self) -> None:
-        """The model store has changed."""
+        """The model store has changed; called from any thread."""
 
 
 def running_model(name: str, model: LocalModel | None, state: ServerState, expires: float | None) -> Running:

@@ -60,6 +60,8 @@ class Catalog:
         self._sources: dict[str, Source] = {}
         self._names: dict[str, str] = {}
         self._read_at = 0.0
+        self.outdated = False
+        """The store was changed since it was read."""
         self._lock = threading.Lock()
 
     def sources(self) -> list[Source]:
@@ -77,6 +79,7 @@ class Catalog:
     def reload(self) -> None:
         """Look at the disk. Raises FlagError for a preset file that cannot be read, NameResolutionError."""
         with self._lock:
+            self.outdated = False
             found: dict[str, Source] = {}
             for model in local_models(Store(self._config.model.store or None)):
                 found[model.name] = Source(model.name, "cache", ("-m", model.name), model)

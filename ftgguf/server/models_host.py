@@ -27,7 +27,6 @@ class RouterHost:
         self.catalog = catalog
         self.pool = pool
         self._thread = ThreadPoolExecutor(1, "catalog")
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def reload(self) -> None:
         """Look at the disk again. Raises ApiError."""
@@ -39,11 +38,17 @@ class RouterHost:
 
     async def find_source(self, name: str) -> Source | None:
         """A model by the name in a request; the disk is looked at again for one that is not known."""
+        await self.refresh()
         found = self.catalog.find(name)
         if found is None and self.catalog.stale():
             await self.reload()
             found = self.catalog.find(name)
         return found
+
+    async def refresh(self) -> None:
+        """Look at the disk again if the store was changed through this server."""
+        if self.catalog.outdated:
+            await self.reload()
 
     def running(self) -> list[Running]:
         models = []
@@ -65,9 +70,7 @@ class RouterHost:
         return await self.pool.unload(found.name) if found is not None else False
 
     def changed(self) -> None:
-        task = asyncio.get_running_loop().create_task(self.reload())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.catalog.outdated = True
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

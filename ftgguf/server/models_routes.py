@@ -73,6 +73,7 @@ class Routes:
     async def models(self, request: Request) -> Response:
         if request.query_params.get("reload") or self._host.catalog.stale():
             await self._host.reload()
+        await self._host.refresh()
         created = int(time.time())
         known = self._host.pool.known
         models = [instance_json(known(source.name), source, created) for source in self._host.catalog.sources()]

@@ -342,7 +342,6 @@ class Job:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             if last:
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, last)
-            self._loop.call_soon_threadsafe(self._manager.host.changed)
             self._loop.call_soon_threadsafe(self._queue.put_nowait, None)
 
     def _report(self, event: Event | None) -> None:
@@ -351,6 +350,8 @@ class Job:
             raise Cancelled("cancelled")
         if event is None:
             return
+        if event.status == "success":
+            self._manager.host.changed()
         at = time.monotonic()
         key, before = self._last
         whole = event.completed >= event.total
