@@ -121,6 +121,8 @@ SHAPES: Mapping[str, Note] = {
     "tool calls in streams": ("mapped", "ids and names in the first delta only, indexes and ids distinct; calls are "
                               "parsed by our own state machines"),
     "errors": ("same", "llama-server's objects, types and words; never another framework's"),
+    "CORS": ("mapped", "the same headers; of a list of origins the matching one is sent, where llama-server sends the "
+             "whole list, which browsers refuse"),
     "sampling": ("same", "the same samplers in the same order with the same random numbers"),
 }  # fmt: skip
 

@@ -88,6 +88,10 @@ class Gate:
             return [(name, origin.encode("latin-1", "ignore"))]
         if http.cors_origins == "localhost":
             return [(name, origin.encode("latin-1", "ignore"))] if origin and _is_local(origin) else []
+        if "," in http.cors_origins:
+            # llama-server sends the whole list, which browsers refuse; what it means is one of these
+            allowed = [entry.strip() for entry in http.cors_origins.split(",")]
+            return [(name, origin.encode("latin-1", "ignore"))] if origin in allowed else []
         return [(name, http.cors_origins.encode())]
 
     def _preflight(self) -> list[tuple[bytes, bytes]]:
