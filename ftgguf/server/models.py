@@ -59,7 +59,9 @@ class FixedModel:
 
     def __init__(self, state: ServerState) -> None:
         self._state = state
-        self.names = tuple(dict.fromkeys((state.name, *state.config.model.aliases)))
+        path = state.config.model.path
+        self.names = tuple(dict.fromkeys((state.name, *state.config.model.aliases, Path(path).stem)))
+        """Its id, its aliases, and the file's name without folder and suffix."""
         try:
             self._model: LocalModel | None = of_file(Path(state.config.model.path), state.name)
         except (NameResolutionError, GGUFError):

@@ -94,6 +94,11 @@ class LoadPlan:
     limit: int
     """Tokens that a request may have the context grow to; 0 where -c fixed it."""
 
+    @property
+    def takes_gpu(self) -> bool:
+        placement = self.config.placement
+        return placement.vram_budget is None and placement.devices != () and placement.gpu_layers != 0
+
     async def start(self, room: int) -> Started:
         """Load the vocabulary and start the engine's process."""
         config, granted = with_layout(self.config, self.need, room)
@@ -107,6 +112,9 @@ class LoadPlan:
                 sleeper.append(asyncio.create_task(state.engine.sleep_when_idle(idle)))
             return model_app(state, self.extras, names)
 
+        def vram() -> int:
+            return sum(state.info.get("vram", {}).values())
+
         def close() -> None:
             for task in sleeper:
                 task.cancel()
@@ -114,7 +122,9 @@ class LoadPlan:
             with contextlib.suppress(BufferError):
                 self.gguf.close()
 
-        return Started(state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, self.limit, state)
+        return Started(
+            state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, vram, self.limit, state
+        )
 
 
 def info(state: ServerState) -> dict[str, object]:

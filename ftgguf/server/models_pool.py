@@ -47,6 +47,9 @@ class Prepared(Protocol):
 
     @property
     def need(self) -> Need: ...
+    @property
+    def takes_gpu(self) -> bool:
+        """It takes all of a GPU's free memory if there is one (no --vram-budget bounds it)."""
 
     async def start(self, room: int) -> Started:
         """Start its engine, which may take `room` bytes; returns before it is ready."""
@@ -64,6 +67,8 @@ class Started:
     granted: int
     """Bytes of memory that it may take."""
     close: Callable[[], None]
+    vram: Callable[[], int] = lambda: 0
+    """Bytes of device memory that it holds."""
     limit: int = 0
     """Tokens that its context can be made to hold by loading it again."""
     state: Any = None
@@ -239,7 +244,7 @@ class Pool:
         instance.failure = ""
         self._set(instance, "loading")
         prepared = await self._prepare(instance.source, instance.context)
-        room = await self._make_room(instance, prepared.need)
+        room = await self._make_room(instance, prepared)
         if room is None:
             return
         started = instance.started = await prepared.start(room)
@@ -267,12 +272,13 @@ class Pool:
     def _others(self, instance: Instance) -> list[Instance]:
         return [each for each in self._instances.values() if each is not instance and each.started is not None]
 
-    async def _make_room(self, instance: Instance, need: Need) -> int | None:
+    async def _make_room(self, instance: Instance, prepared: Prepared) -> int | None:
         """Bytes that the model may take, once it fits; unloads idle models. None: nobody waits for it any more.
 
-        Raises ApiError if it will never fit.
+        A model's expert cache takes what a GPU has, so a second one beside it would be left with next to nothing: on
+        a GPU models take turns unless --vram-budget shares it out. Raises ApiError if the model will never fit.
         """
-        unloaded_at = 0.0
+        need, unloaded_at = prepared.need, 0.0
         while True:
             self._freed.clear()
             if not (instance.busy or instance.wanted):
@@ -281,9 +287,12 @@ class Pool:
             granted = sum(each.started.granted for each in others if each.started is not None)
             room = self.memory.room(granted)
             full = 0 < self._most <= len(others)
-            if not full and need.total <= room:
+            on_gpu = [each for each in others if each.started is not None and each.started.vram() > 0]
+            crowded = prepared.takes_gpu and bool(on_gpu)
+            if not full and not crowded and need.total <= room:
                 return room
-            idle = [each for each in others if each.busy == 0 and each.ending is None]
+            candidates = on_gpu if crowded else others
+            idle = [each for each in candidates if each.busy == 0 and each.ending is None]
             if idle:
                 victim = min(idle, key=lambda each: each.last_used)
                 log.info("model %s is unloaded to make room for %s", victim.name, instance.name)

@@ -55,13 +55,20 @@ class Plan:
     context: int
     need: Need
 
+    @property
+    def takes_gpu(self) -> bool:
+        return self.world.shared_gpu is False
+
     async def start(self, room: int) -> Started:
         engine = FakeEngine(self.world, self.name)
         n_ctx = max(512, self.context)
 
+        def vram() -> int:
+            return self.world.vram
+
         async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-        return Started(engine, lambda: app, lambda: n_ctx, dict, self.need.total, lambda: None, 8192)
+        return Started(engine, lambda: app, lambda: n_ctx, dict, self.need.total, lambda: None, vram, 8192)
 
 
 @dataclass
@@ -75,6 +82,9 @@ class World:
     log: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     most: int = 0
+    vram: int = 0
+    """What each model takes of a GPU."""
+    shared_gpu: bool = False
 
     async def prepare(self, source: Source, context: int) -> Plan:
         await asyncio.sleep(0)
@@ -171,6 +181,20 @@ def test_mapped_pages_of_others_count() -> None:
         await use(pool, "a")
         await use(pool, "b")
         assert world.log == ["+a", "-a", "+b"]
+
+    run(body)
+
+
+@pytest.mark.parametrize(("vram", "shared", "log"), [(0, False, "+a +b"), (1, False, "+a -a +b"), (1, True, "+a +b")])
+def test_models_take_turns_on_a_gpu(vram: int, shared: bool, log: str) -> None:
+    """Unless a budget shares it out; without a GPU they run side by side."""
+
+    async def body() -> None:
+        world = World(dict.fromkeys("ab", GIB), vram=vram, shared_gpu=shared)
+        pool = world.pool()
+        await use(pool, "a")
+        await use(pool, "b")
+        assert " ".join(world.log) == log
 
     run(body)
 
