@@ -8,7 +8,7 @@ from typing import Any
 from ftgguf.pull.layers import MACHINE_PARAMETERS, PARAMETERS, Extras
 from ftgguf.server.errors import InvalidRequest
 from ftgguf.server.state import ServerState
-from ftgguf.server.wire import as_list, as_object, dumps, lenient
+from ftgguf.server.wire import as_list, as_object, as_str, dumps, lenient
 
 log = logging.getLogger("ftgguf.server")
 
@@ -148,14 +148,14 @@ def _message(message: Any) -> dict[str, Any]:
     """One message as OpenAI has it: thinking by its other name, arguments as text."""
     message = as_object(message, "role")
     _no_images(message)
-    out: dict[str, Any] = {"role": message["role"], "content": message.get("content") or ""}
+    out: dict[str, Any] = {"role": as_str(message["role"]), "content": as_str(message.get("content") or "")}
     if message.get("thinking"):
-        out["reasoning_content"] = message["thinking"]
+        out["reasoning_content"] = as_str(message["thinking"])
     name = message.get("tool_name") or message.get("name")
     if name:
-        out["name"] = name
+        out["name"] = as_str(name)
     if message.get("tool_call_id"):
-        out["tool_call_id"] = message["tool_call_id"]
+        out["tool_call_id"] = as_str(message["tool_call_id"])
     calls = [_call(call) for call in as_list(message.get("tool_calls") or [])]
     if calls:
         out["tool_calls"] = calls
@@ -168,9 +168,9 @@ def _call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     text = arguments if isinstance(arguments, str) else dumps(arguments).decode()
     return {
-        "id": call.get("id") or "",
+        "id": as_str(call.get("id") or ""),
         "type": "function",
-        "function": {"name": function["name"], "arguments": text},
+        "function": {"name": as_str(function["name"]), "arguments": text},
     }
 
 

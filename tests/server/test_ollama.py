@@ -324,3 +324,23 @@ def test_keep_alive(value: Any, seconds: float | None) -> None:
 def test_names_that_are_one() -> None:
     assert plain_name("Qwen3") == plain_name("library/qwen3:latest") == plain_name("registry.ollama.ai/library/qwen3")
     assert plain_name("host:5000/ns/m") == "host:5000/ns/m:latest"
+
+
+JUNK: tuple[Any, ...] = (None, True, 0, -1, 1e300, "", "x", [], [1], [None], {}, {"a": {}}, [{}], [{"role": 1}])
+
+
+@pytest.mark.parametrize("path", ["chat", "generate", "show", "pull", "copy", "create", "embed"])
+def test_odd_bodies_are_client_errors(server: Front, path: str) -> None:
+    """Any JSON in any field ends in an answer or a 4xx with a text, never in a crash (501 is /api/embed's answer)."""
+    keys = "messages prompt options tools format think keep_alive stream context system from files source destination"
+    keys += " parameters license verbose logprobs suffix"
+    bodies = [
+        {"model": MODEL, "stream": False, "options": {"num_predict": 1}, key: junk}
+        for key in keys.split()
+        for junk in JUNK
+    ]
+    for body in [*JUNK, *bodies]:
+        answer = server.post(f"/api/{path}", body)
+        assert answer.status_code in (200, 400, 403, 404, 501), (body, answer.text)
+        if answer.status_code != 200:
+            assert isinstance(answer.json()["error"], str), body

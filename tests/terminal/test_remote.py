@@ -1,4 +1,4 @@
-"""`ftgguf ps` and `stop`: which server is asked, and the words of the table (Ollama's `ps`, its envconfig for hosts)."""
+"""`ftgguf ps` and `stop`: which server is asked, and the words of the table (those of Ollama)."""
 
 from __future__ import annotations
 
