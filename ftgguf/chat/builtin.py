@@ -106,3 +106,38 @@ BUILTIN: dict[str, str] = {
         "<|start|>system<|message|>{content}<|end|>",
     ),
 }
+
+_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("<|im_start|>", "<|im_sep|>"), ""),
+    (("<|im_start|>", "<end_of_utterance>"), ""),
+    (("<|im_start|>",), "chatml"),
+    (("[INST]", "[SYSTEM_PROMPT]"), ""),
+    (("[INST]", "[AVAILABLE_TOOLS]"), ""),
+    (("[INST]", "' [INST] ' + system_message"), ""),
+    (("[INST]", "<<SYS>>"), ""),
+    (("[INST]", "bos_token + '[INST]"), ""),
+    (("[INST]", "content.strip()"), ""),
+    (("[INST]",), "llama2"),
+    (("<|assistant|>", "<|end|>"), "phi3"),
+    (("[gMASK]<sop>",), ""),
+    (("<|assistant|>", "<|user|>"), ""),
+    (("<|user|>", "<|endoftext|>"), "zephyr"),
+    (("bos_token + message['role']",), ""),
+    (("<start_of_turn>",), "gemma"),
+    (("GPT4 Correct ",), ""),
+    (("USER: ", "ASSISTANT: ", "SYSTEM: "), ""),
+    (("USER: ", "ASSISTANT: "), "vicuna"),
+    (("### Instruction:", "<|EOT|>"), "deepseek"),
+    (("<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"), "command-r"),
+    (("<|start_header_id|>", "<|end_header_id|>"), "llama3"),
+    (("'Assistant: ' + message['content'] + eos_token",), "deepseek2"),
+    (("<｜Assistant｜>", "<｜User｜>", "<｜end▁of▁sentence｜>"), "deepseek3"),
+    (("<|start_of_role|>",), "granite"),
+    (("<|start|>", "<|channel|>"), "gpt-oss"),
+)
+"""What a template contains -> its built-in; empty: llama.cpp has one that is not here."""
+
+
+def match_builtin(source: str) -> str:
+    """The name of the built-in that stands for a template where Jinja is off, as llama.cpp finds it; "" if none."""
+    return next((name for marks, name in _MARKS if all(mark in source for mark in marks)), "")

@@ -123,6 +123,8 @@ class ChatPlanner:
             inputs = self._inputs(body)
         except WrongType as error:
             raise InvalidRequest(str(error)) from None
+        if not self.templates.supported:
+            raise server_error("this custom template is not supported, try using --jinja")
         template = self.templates.pick(bool(inputs.tools))
         dialect = self.dialect(template)
         if inputs.tools and not template.caps.supports_tools and not self._warned:
@@ -139,7 +141,7 @@ class ChatPlanner:
             tools=inputs.tools if inputs.tool_choice != "none" else [],
             extract_reasoning=inputs.reasoning_format != "none",
             thinking_open=bool(dialect.tags) and thinking_is_open(generation, dialect.tags),
-            plain=self.config.skip_parsing,
+            plain=self.config.skip_parsing or not self.config.jinja,
         )
         if last is not None and plan.extract_reasoning and not plan.plain:
             thought = last.get("reasoning_content", "") if dialect.tags else ""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jinja2 import TemplateError
 
-from ftgguf.chat.builtin import BUILTIN
+from ftgguf.chat.builtin import BUILTIN, match_builtin
 from ftgguf.chat.caps import Caps, preserve_reasoning, probe
 from ftgguf.chat.sandbox import ChatEnvironment, Raised, RenderLimit
 
@@ -136,6 +137,16 @@ class ChatTemplates:
         self.tool_use = tool_use
         self.explicit = explicit
         """False: the file had none and chatml stands in."""
+        self.supported = True
+        """False: Jinja is off, and no built-in is like the model's template."""
+
+    def without_jinja(self, build: Callable[[str], ChatTemplate]) -> ChatTemplates:
+        """What `--no-jinja` leaves: the built-in that is like the default template, made by `build`."""
+        source = self.default.source
+        name = next((name for name, text in BUILTIN.items() if text == source), "") or match_builtin(source)
+        plain = ChatTemplates(build(BUILTIN[name]) if name else self.default, None, self.explicit)
+        plain.supported = bool(name)
+        return plain
 
     def pick(self, has_tools: bool) -> ChatTemplate:
         return self.tool_use if has_tools and self.tool_use is not None else self.default
@@ -150,6 +161,7 @@ def load_templates(
     eos_token: str = "",
     add_bos: bool = False,
     add_eos: bool = False,
+    jinja: bool = True,
 ) -> ChatTemplates:
     """Choose and compile: `override` (`--chat-template`: a built-in's name or a template's text), else the file's.
 
@@ -160,7 +172,8 @@ def load_templates(
         return ChatTemplate(source, bos_token, eos_token, add_bos, add_eos)
 
     if override:
-        return ChatTemplates(build(BUILTIN.get(override, override)))
+        given = ChatTemplates(build(BUILTIN.get(override, override)))
+        return given if jinja else given.without_jinja(build)
     explicit = bool(model_default or model_tool_use)
     source = model_default or model_tool_use or BUILTIN["chatml"]
     tool_use = None
@@ -169,4 +182,5 @@ def load_templates(
             tool_use = build(model_tool_use)
         except ChatTemplateError:
             tool_use = None  # llama-server ignores a broken second template too
-    return ChatTemplates(build(BUILTIN.get(source, source)), tool_use, explicit)
+    found = ChatTemplates(build(BUILTIN.get(source, source)), tool_use, explicit)
+    return found if jinja else found.without_jinja(build)

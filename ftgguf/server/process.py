@@ -130,6 +130,7 @@ def model_templates(config: ServerConfig, gguf: GGUFFile, vocab: Any) -> ChatTem
         eos_token=piece(vocab.eos),
         add_bos=vocab.add_bos,
         add_eos=vocab.add_eos,
+        jinja=config.chat.jinja,
     )
 
 

@@ -36,6 +36,16 @@ def test_only_known_differences_on_the_scripted_model(tmp_path: Path) -> None:
         assert unexpected(run(ours, peer, SCRIPTED), SCRIPTED_KNOWN) == []
 
 
+def test_only_known_differences_without_jinja(tmp_path: Path) -> None:
+    """No tools, no thinking, a built-in template in place of the model's."""
+    model = tmp_path / "scripted.gguf"
+    make_scripted(model, SCRIPT)
+    args = ["-c", "2048", "-t", "1", "-a", "scripted", "--no-jinja"]
+    known = {key: why for key, why in SCRIPTED_KNOWN.items() if "tool" not in key[0]}
+    with our_server(model, args) as ours, peer_server(model, args) as peer:
+        assert unexpected(run(ours, peer, SCRIPTED), known) == []
+
+
 def test_the_table_is_checked_both_ways() -> None:
     """A difference of no entry is reported, and an entry without its difference."""
     (first, *others) = KNOWN

@@ -172,11 +172,15 @@ def test_tls(tmp_path: Path) -> None:
 
 
 def test_without_jinja() -> None:
-    """Tools are refused with llama-server's words and its 500; a chat without them is answered."""
+    """llama-server's words: tools need Jinja, and a template like none of the built-in ones is refused."""
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     with our_server(MODEL, [*BASE, "--no-jinja"]) as url:
-        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=30)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "this custom template is not supported, try using --jinja"
+    with our_server(MODEL, [*BASE, "--no-jinja", "--chat-template", "chatml"]) as url:
         assert httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=30).status_code == 200
-        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
         answer = httpx.post(f"{url}/v1/chat/completions", json={**chat, "tools": [tool]}, timeout=30)
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "tools param requires --jinja flag"
