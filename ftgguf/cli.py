@@ -27,6 +27,7 @@ USAGE = """usage: ftgguf COMMAND ...
   proxy   compare two servers on a client's real traffic        ftgguf proxy --a URL --b URL
   doctor  what this machine has, and what will not work
   plan    where each part of a model would go                   ftgguf plan model.gguf
+  completion    a script that completes commands and models     source <(ftgguf completion bash)
 
 `ftgguf COMMAND --help` lists what a command takes. Models: a .gguf file, `demo`, `stories`, a name as Ollama has them
 (`qwen3:30b`), or `hf.co/user/repo:Q4_K_M`.
@@ -37,6 +38,8 @@ COMMANDS = {
     **{name: f"ftgguf.pull.commands:COMMANDS.{name}" for name in ("pull", "list", "ls", "show", "rm", "cp", "create")},
     "ps": "ftgguf.terminal.remote:ps",
     "stop": "ftgguf.terminal.remote:stop",
+    "completion": "ftgguf.terminal.completion:script",
+    "complete": "ftgguf.terminal.completion:answer",
     "bench": "ftgguf.bench.main:main",
     "proxy": "ftgguf.proxy.main:main",
     "doctor": "ftgguf.engine.doctor:main",

@@ -21,10 +21,11 @@ from ftgguf.engine.survey import Survey, survey
 from ftgguf.flags import ActionRequested, FlagError, parse_server
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.errors import GGUFError
-from ftgguf.gguf.reader import GGUFFile, open_gguf
+from ftgguf.gguf.reader import GGUFFile
 from ftgguf.layers.params import Moe
 from ftgguf.models.config import ModelError, Numbers, read_numbers
 from ftgguf.models.source import Use
+from ftgguf.pull.ollama_gguf import open_model
 
 GPU_SHARE = 0.7
 """Of a GPU's memory bandwidth that matrix-vector kernels reach on large matrices (docs/measurements/gpu.md)."""
@@ -104,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 def lines(config: ServerConfig, device: devices.Device | None = None, *, look: bool = True) -> list[str]:
     """The plan as text. `look`: find the device; else `device` is taken as given (None: no GPU)."""
-    gguf = open_gguf(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
+    gguf = open_model(Path(config.model.path), {o.key: o.value for o in config.model.override_kv})
     numbers = read_numbers(gguf)
     found = survey(gguf, numbers, config.context)
     reason = ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -164,13 +165,26 @@ def show(argv: Sequence[str]) -> int:
         if args.part:
             print(texts[args.part]().rstrip("\n"))
             return 0
-        print(show_text(found), end="")
+        print(show_text(found) + machine_text(str(model.path(store))), end="")
         if args.verbose:
             print("  Metadata")
             print("\n".join(f"    {line}" for line in columns([(k, str(v)[:100]) for k, v in found.info.items()])))
         return 0
 
     return _run(action)
+
+
+def machine_text(path: str) -> str:
+    """`show`'s last section: where the model would go on this machine and how fast it would be (see `ftgguf plan`)."""
+    from ftgguf.engine.plan import lines
+    from ftgguf.flags import FlagError, parse_server
+    from ftgguf.models.config import ModelError
+
+    try:
+        told = lines(parse_server(["-m", path], os.environ))[2:]
+    except (FlagError, ModelError, GGUFError, MemoryError, OSError) as error:
+        told = [f"it cannot be run: {error}"]
+    return "  This machine\n" + "".join(f"    {line}\n" for line in told) + "\n"
 
 
 def rm(argv: Sequence[str]) -> int:
