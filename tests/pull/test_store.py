@@ -313,7 +313,7 @@ def test_create_list_show_cp_rm(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert tag["digest"].startswith(lines[1].split()[1])
     assert tag["details"]["quantization_level"] == "Q8_0"
     text = run("show", "pirate")
-    for words in ("architecture        llama", "2 of 8 a token", "temperature    0.5", "You are", "MIT", "This machine"):
+    for words in ("architecture        llama", "2 of 8 a token", "temperature    0.5", "You are", "MIT", "This mach"):
         assert words in text
     shown = json.loads(run("show", "pirate", "--json"))
     assert shown["model_info"]["general.architecture"] == "llama"
