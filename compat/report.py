@@ -123,6 +123,9 @@ SHAPES: Mapping[str, Note] = {
     "errors": ("same", "llama-server's objects, types and words; never another framework's"),
     "CORS": ("mapped", "the same headers; of a list of origins the matching one is sent, where llama-server sends the "
              "whole list, which browsers refuse"),
+    "templates by name": ("mapped", "`--chat-template NAME` takes llama.cpp's common names with and without Jinja; "
+                          "llama-server with Jinja knows `chatml` only and renders any other name as text"),
+    "`--special` with tools": ("mapped", "the end token's text stays content; there the answer is a 500"),
     "sampling": ("same", "the same samplers in the same order with the same random numbers"),
 }  # fmt: skip
 
