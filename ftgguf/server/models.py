@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ftgguf.gguf import GGUFError
-from ftgguf.pull.catalog import LocalModel, of_file
+from ftgguf.pull.catalog import LocalModel, find_model, of_file
 from ftgguf.pull.errors import NameResolutionError
+from ftgguf.pull.store import Store
 from ftgguf.server.errors import InvalidRequest
 from ftgguf.server.ollama_wire import same_name
 from ftgguf.server.state import ServerState
@@ -62,10 +64,7 @@ class FixedModel:
         path = state.config.model.path
         self.names = tuple(dict.fromkeys((state.name, *state.config.model.aliases, Path(path).stem)))
         """Its id, its aliases, and the file's name without folder and suffix."""
-        try:
-            self._model: LocalModel | None = of_file(Path(state.config.model.path), state.name)
-        except (NameResolutionError, GGUFError):
-            self._model = None
+        self._model = _local(state)
 
     def running(self) -> list[Running]:
         if self._state.engine.state != "ready":
@@ -85,3 +84,15 @@ class FixedModel:
 
     def changed(self) -> None:
         pass
+
+
+def _local(state: ServerState) -> LocalModel | None:
+    """The model as the store has it, with what came with it, if it is from there; else its file. None for a script."""
+    path, store = Path(state.config.model.path), Store(state.config.model.store or None)
+    with contextlib.suppress(NameResolutionError, OSError):
+        found = find_model(store, state.name)
+        if found is not None and found.path(store) == path:
+            return found
+    with contextlib.suppress(NameResolutionError, GGUFError):
+        return of_file(path, state.name)
+    return None

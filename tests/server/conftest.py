@@ -132,7 +132,7 @@ def front(template: str = "chatml", start: dict[str, Any] | None = None, **secti
     config = ServerConfig()
     for name, fields in sections.items():
         config = replace(config, **{name: replace(getattr(config, name), **fields)})
-    config = replace(config, model=replace(config.model, path="/models/fake.gguf"))
+    config = replace(config, model=replace(config.model, path=config.model.path or "/models/fake.gguf"))
     running = Front(config, start or {}, template)
     try:
         yield running

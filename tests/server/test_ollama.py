@@ -223,6 +223,23 @@ def test_life_of_a_model(pulling: Front, registry: Running) -> None:
     assert not {name, "twin:latest", "kinder:latest"} & {model.model for model in client.list().models}
 
 
+def test_a_fixed_model_of_the_store(tmp_path: Path, make_front: Callable[..., Any]) -> None:
+    """It is shown with what came with it, and listed once."""
+    from ftgguf.pull import commands
+    from ftgguf.pull.store import Store, stored_name
+
+    (tmp_path / "Modelfile").write_text("FROM stories\nSYSTEM Be kind.\n")
+    assert commands.create(["kind", "-f", str(tmp_path / "Modelfile"), "--store", str(tmp_path)]) == 0
+    store = Store(tmp_path)
+    entry = store.get(stored_name("kind"))
+    assert entry is not None
+    fields = {"store": str(tmp_path), "aliases": ("kind:latest",), "path": str(store.model_path(entry))}
+    with make_front(model=fields) as front:
+        assert front.post("/api/show", {"model": "Kind"}).json()["system"] == "Be kind."
+        names = [model["name"] for model in front.http.get("/api/tags").json()["models"]]
+        assert names.count("kind:latest") == 1
+
+
 def test_blobs(pulling: Front, tmp_path: Path) -> None:
     """A GGUF sent as a blob becomes a model; wrong bytes and odd digests do not."""
     client, path = ollama.Client(host=pulling.url), tmp_path / "sent.gguf"
