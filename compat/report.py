@@ -141,11 +141,16 @@ def _table(head: str, rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _unnamed(route: str) -> Note:
+    """Of a route that ENDPOINTS does not name."""
+    return ("ours", "the expert cache's size and state") if " /v1/cache/" in route else ("same", "")
+
+
 def endpoints() -> list[tuple[str, str, str]]:
     """(method and path, status, why) of every route."""
     routes = ["GET /", *(f"GET {path}" for path, _ in GET), *(f"POST {path}" for path, _ in POST)]
     routes += ["DELETE /v1/stream", "GET /openapi.json"]
-    rows = [(f"`{route}`", *ENDPOINTS.get(route, ("same", ""))) for route in dict.fromkeys(routes)]
+    rows = [(f"`{route}`", *ENDPOINTS.get(route, _unnamed(route))) for route in dict.fromkeys(routes)]
     have = set(routes)
     why = "router mode, without a model named at start; all models share one front, each has its engine process"
     rows += [(f"`{route}`", "mapped", why) for route in ROUTER if route not in have]
