@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ftgguf.engine import slot_files
+from ftgguf.engine import cache_controls, slot_files
 from ftgguf.engine.executor import NotSupported
 from ftgguf.engine.messages import Control, Reply
 from ftgguf.engine.slots import Slot, slot_state
@@ -61,6 +61,8 @@ class Controls:
             return self._metrics(bool(request.arguments.get("reset", True)))
         if action == "cache_status":
             return self._cache_status()
+        if action in cache_controls.ACTIONS:
+            return cache_controls.answer(engine.executor, action, request.arguments)
         if action in ("slot_save", "slot_restore", "slot_erase"):
             slot = self._slot(request)
             if slot is None:
@@ -85,6 +87,7 @@ class Controls:
         value["deferred_for_pages_total"] = engine.cache.refusals
         value["evicted_pages_total"] = engine.cache.tree.evicted_pages
         value["copied_cells_total"] = engine.cache.copied_cells
+        value.update(cache_controls.metrics(engine.executor))
         return value
 
     def _cache_status(self) -> dict[str, int]:

@@ -16,8 +16,10 @@ from ftgguf.engine.cuda_weights import CudaSource, Reader
 from ftgguf.engine.device_memory import DeviceMemory, context_overhead
 from ftgguf.engine.devices import Device, free_memory
 from ftgguf.engine.fit import MIB, Fit, budget_of, fit
+from ftgguf.engine.load_cached import make_store, plan_cache
 from ftgguf.engine.segments import Segment, SegmentedExecutor
 from ftgguf.engine.survey import Survey, survey
+from ftgguf.experts.status import start_line
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.layers.params import Moe
@@ -56,7 +58,8 @@ def load_gpu(
     free = (free_memory(device.index) or torch.cuda.mem_get_info(on)[0]) + overhead
     budget, source_of_budget = budget_of(config, free)
     found = survey(gguf, numbers, config.context)
-    chosen = fit(found, numbers, config, budget, overhead)
+    cached = plan_cache(found, numbers, config, budget, overhead)
+    chosen = fit(found, numbers, config, budget, overhead) if cached is None else cached.fit
     if chosen.on_gpu == 0:
         return "; ".join(chosen.lines)
     memory = DeviceMemory(on, budget, overhead)
@@ -75,7 +78,10 @@ def load_gpu(
     )
     helpers = Helpers(job, found, config.cpu.threads)
     try:
-        gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress)
+        store = None if cached is None else make_store(cached, config, numbers, memory)
+        gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress, store)
+        if store is not None:
+            notes.append(start_line(store))
         progress("compiling kernels", 0.0)
         notes.append(helpers.wait())
     except BaseException:

@@ -13,7 +13,20 @@ from starlette.types import ASGIApp
 
 from ftgguf import __version__
 from ftgguf.pull.layers import NO_EXTRAS, Extras
-from ftgguf.server import anthropic, chat, infill, metrics, native, ollama, openai, responses, streams, ui, vertex
+from ftgguf.server import (
+    anthropic,
+    cache,
+    chat,
+    infill,
+    metrics,
+    native,
+    ollama,
+    openai,
+    responses,
+    streams,
+    ui,
+    vertex,
+)
 from ftgguf.server.auth import Gate
 from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
@@ -40,6 +53,7 @@ GET: tuple[tuple[str, Handler], ...] = (
     ("/tools", native.disabled),
     ("/cors-proxy", native.disabled),
     ("/v1/stream", streams.get_stream),
+    ("/v1/cache/status", cache.get_status),
 )
 POST: tuple[tuple[str, Handler], ...] = (
     ("/props", native.post_props),
@@ -58,6 +72,7 @@ POST: tuple[tuple[str, Handler], ...] = (
     ("/v1/messages", anthropic.post_messages),
     ("/v1/messages/count_tokens", anthropic.post_count_tokens),
     ("/infill", infill.post_infill),
+    ("/v1/cache/rebuild", cache.post_rebuild),
     ("/apply-template", chat.post_apply_template),
     ("/tokenize", native.post_tokenize),
     ("/detokenize", native.post_detokenize),

@@ -1,0 +1,151 @@
+"""`ftgguf bench bw -m FILE`: how fast do misses reach the GPU, how fast does the CPU compute them, and both at once?
+
+Reads the routed experts of a few layers of each type into the host bank and measures with the kernels that serve. The
+figures are stored as this machine's profile, which `serve` then uses instead of its start-up probe. Without a CUDA
+device only the CPU's side is measured, and the profile says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ftgguf.gguf.header import TensorInfo
+from ftgguf.gguf.reader import GGUFFile, open_gguf
+from ftgguf.models.config import ModelError, read_numbers
+from ftgguf.models.registry import family
+from ftgguf.models.source import Source, Use
+
+if TYPE_CHECKING:
+    import torch
+
+    from ftgguf.experts.measure import Measured
+    from ftgguf.experts.store import CachedStore
+
+WORKING_SET = 2 << 30
+"""Bytes of experts to read for each type: far more than a CPU's caches hold."""
+
+
+class _Experts(Source):
+    """Only expert tensors get a handle that can be read; vectors are zeros, since their values do not cost time."""
+
+    def __init__(self, gguf: GGUFFile, device: torch.device) -> None:
+        super().__init__(gguf)
+        self.device = device
+
+    def handle(self, info: TensorInfo, use: Use, layer: int) -> Any:
+        import torch
+
+        from ftgguf.engine.cuda_weights import ExpertTensor
+
+        if use is Use.EXPERTS:
+            return ExpertTensor(info, layer)
+        if use is Use.VECTOR:
+            return torch.zeros(tuple(reversed(info.shape)), device=self.device)
+        return info
+
+
+def load_store(path: Path, device: torch.device, threads: int, working_set: int = WORKING_SET) -> CachedStore:
+    """A store with a ring and no slots over some layers of each type. Raises ModelError for a file without experts."""
+    from ftgguf.engine.cuda_experts import expert_spec
+    from ftgguf.engine.cuda_weights import Reader
+    from ftgguf.engine.device_memory import DeviceMemory
+    from ftgguf.experts.pinning import cuda_pinner
+    from ftgguf.experts.store import CachedStore, cpu_threads, kind_of
+    from ftgguf.flags.config import ContextConfig
+    from ftgguf.layers.params import Moe
+
+    gguf = open_gguf(path)
+    numbers = read_numbers(gguf)
+    model = family(gguf.architecture, str(path))(_Experts(gguf, device), numbers, ContextConfig())
+    specs = [expert_spec(i, b.ffn.experts) for i, b in enumerate(model.blocks) if isinstance(b.ffn, Moe)]
+    if not specs:
+        raise ModelError(f"{path}: this model has no routed experts; bench bw measures their paths")
+    largest = max(spec.slot_bytes for spec in specs)
+    ring = max(64 << 20, 2 * 8 * largest)
+    memory = DeviceMemory(device)
+    store = CachedStore(
+        memory, budget=ring, ring_bytes=ring, top_k=numbers.top_k, decode_rows=1, cpus=cpu_threads(threads),
+        pinner=cuda_pinner(device), warm=False,
+    )  # fmt: skip
+    taken: dict[str, int] = {}
+    for spec in specs:
+        kind = kind_of(spec)
+        if taken.get(kind, 0) < working_set:
+            taken[kind] = taken.get(kind, 0) + spec.experts * spec.slot_bytes
+            store.add(spec)
+    reader = Reader(gguf, device, 4)
+    try:
+        store.load(reader, lambda f: None)
+    finally:
+        reader.close()
+    return store
+
+
+def table(measured: dict[str, Measured], gpu: bool) -> str:
+    """The figures for a terminal, GB/s of expert data."""
+    lines = [
+        f"{'type':<14} {'MB/expert':>9} {'link':>7} {'CPU':>7} {'link+CPU':>15} {'phi':>6} {'row at CPU':>11}",
+    ]
+    for kind, m in measured.items():
+        r = m.rates
+        both = f"{r.fill_contended / 1e9:.1f} + {r.cpu_contended / 1e9:.1f}" if gpu else "-"
+        phi = r.fill_contended / (r.fill_contended + r.cpu_contended) if r.fill_contended else 0.0
+        link = f"{r.fill / 1e9:.1f}" if gpu else "-"
+        lines.append(
+            f"{kind:<14} {m.expert_bytes / 1e6:>9.2f} {link:>7} {r.cpu / 1e9:>7.1f} {both:>15} "
+            f"{phi if gpu else 0:>6.2f} {m.cpu_entry * 1e6:>8.1f} us"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="ftgguf bench bw", description=__doc__)
+    parser.add_argument("-m", "--model", required=True, help="a file or name of a model with routed experts")
+    parser.add_argument("-t", "--threads", type=int, default=0, help="CPU threads (default: all but one)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-store", action="store_true", help="do not store the profile")
+    options = parser.parse_args(argv)
+    import torch
+
+    from ftgguf.experts import measure, profile
+    from ftgguf.pull.resolve import resolve_with_bar
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    gpu = device.type == "cuda"
+    try:
+        path = Path(str(resolve_with_bar(options.model)))
+        store = load_store(path, device, options.threads or _most_threads())
+    except (ModelError, MemoryError, OSError, ValueError) as error:
+        print(f"ftgguf bench bw: {error}", file=sys.stderr)
+        return 1
+    try:
+        measured = measure.probe(store, options.seconds)
+        key = measure.profile_key(device, store.worker.threads)
+        where = ""
+        if not options.no_store:
+            where = str(profile.store(measure.profile_folder(), measure.profile_of(measured, key)))
+        if options.json:
+            record = {"key": asdict(key), "types": {k: asdict(m) for k, m in measured.items()}, "stored": where}
+            print(json.dumps(record, indent=1))
+        else:
+            print(f"{key.gpu}; {key.cpu}, {key.threads} threads; {store.bank.report.line()}")
+            print(table(measured, gpu))
+            print("no CUDA device: only the CPU's side was measured" if not gpu else "GB/s of expert data")
+            print(f"stored in {where}" if where else "not stored")
+    finally:
+        store.close()
+    return 0
+
+
+def _most_threads() -> int:
+    import os
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 1)

@@ -1,0 +1,128 @@
+"""When does a model's experts go to host memory with a cache on the GPU, and with how much of it?
+
+Plain arithmetic on the survey, then the store. `--moe-mode auto` caches where the experts do not all fit beside
+weights, KV and workspace; the modes `offload`, `hybrid` and `cpu` always do. With -cmoe, -ncmoe or -ot on expert
+tensors the cache takes what is left, unless --expert-cache is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ftgguf.engine.fit import CONTEXT, MIB, Fit, Parts, parts_of
+from ftgguf.engine.survey import Survey
+from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, ServerConfig, pad
+from ftgguf.layers.params import Moe
+from ftgguf.models.config import Numbers
+from ftgguf.models.source import Use
+
+if TYPE_CHECKING:
+    from ftgguf.engine.device_memory import DeviceMemory
+    from ftgguf.experts.store import CachedStore
+
+GRAPHS = 96 * MIB
+"""Captured decode graphs and the cache's own tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """`fit` has every block on the GPU and no expert bytes; `budget` bytes are for slots and the prefill ring."""
+
+    fit: Fit
+    budget: int
+    mode: str
+    """`hybrid`, `offload` or `cpu`: who serves misses."""
+
+
+def plan_cache(
+    survey: Survey, numbers: Numbers, config: ServerConfig, budget: int, context: int = CONTEXT
+) -> CachePlan | None:
+    """The plan, or None where the model is to be loaded without a cache. Raises MemoryError where a cache was asked for
+    and the rest does not fit."""
+    p = config.placement
+    n_layer = len(survey.model.blocks)
+    if not any(isinstance(b.ffn, Moe) for b in survey.model.blocks) or p.moe_mode == "resident":
+        return None
+    if p.gpu_layers not in (GPU_LAYERS_AUTO, GPU_LAYERS_ALL) and p.gpu_layers <= n_layer:
+        return None  # the user splits the model by layers
+    kept = {t.use for t in survey.tensors.values() if t.layer >= 0 and p.buffer_of(t.info.name) == "CPU"}
+    if kept - {Use.EXPERTS}:
+        return None  # attention or dense tensors are kept off the GPU as well: whole blocks run on the CPU
+    cells = config.context.cells(numbers.n_ctx_train)
+    whole = parts_of(survey, 0, cells, config, context)
+    asked = bool(kept) or p.moe_mode in ("offload", "hybrid", "cpu") or p.expert_cache is not None
+    if not asked and whole.total <= budget:
+        return None
+    shrinks = p.fit and not config.context.size
+    while True:
+        parts = replace(parts_of(survey, 0, cells, config, context), experts=0)
+        left = budget - parts.total - GRAPHS
+        # a context nobody asked for leaves half of the room to the experts
+        if not shrinks or cells // 2 < pad(p.fit_ctx) or left >= parts.kv:
+            break
+        cells = pad(cells // 2)
+    if p.expert_cache == 0 and p.moe_mode == "auto" and not _all_experts(survey, config):
+        return None  # llama.cpp's static placement
+    if left < 0:
+        if not asked:
+            return None
+        raise MemoryError(
+            f"the model without its experts does not fit: weights {parts.weights // MIB}, KV of {cells} tokens "
+            f"{parts.kv // MIB}, workspace {parts.workspace // MIB}, CUDA {parts.context // MIB}, graphs "
+            f"{GRAPHS // MIB} MiB, and the budget is {budget // MIB} MiB. Lower -c, -ub or -ngl, use -ctk/-ctv "
+            "q8_0, or raise --vram-budget"
+        )
+    size = min(left, whole.experts + 256 * MIB)
+    if p.expert_cache is not None:
+        size = min(size, p.expert_cache * MIB)
+    if p.moe_mode == "cpu":
+        size = 0
+    return CachePlan(_fit(n_layer, cells, parts, size, whole), size, _mode(config))
+
+
+def _all_experts(survey: Survey, config: ServerConfig) -> bool:
+    """Whether every expert tensor is kept off the GPU."""
+    experts = [t.info.name for t in survey.tensors.values() if t.use is Use.EXPERTS]
+    return all(config.placement.buffer_of(name) == "CPU" for name in experts)
+
+
+def _mode(config: ServerConfig) -> str:
+    return {"offload": "offload", "cpu": "cpu"}.get(config.placement.moe_mode, "hybrid")
+
+
+def _fit(n_layer: int, cells: int, parts: Parts, size: int, whole: Parts) -> Fit:
+    line = (
+        f"experts of {whole.experts // MIB} MiB stay in host memory; {size // MIB} MiB of VRAM cache them beside "
+        f"weights {parts.weights // MIB}, KV of {cells} tokens {parts.kv // MIB}, workspace "
+        f"{parts.workspace // MIB} MiB"
+    )
+    return Fit(0, n_layer, cells, replace(parts, experts=size), (line,))
+
+
+def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: DeviceMemory) -> CachedStore:
+    """The store of `plan`, empty."""
+    from ftgguf.experts import key
+    from ftgguf.experts.bank import LimitedPinner
+    from ftgguf.experts.control import Arm
+    from ftgguf.experts.measure import stored_costs
+    from ftgguf.experts.pinning import cuda_pinner
+    from ftgguf.experts.store import CachedStore, cpu_threads
+
+    p = config.placement
+    pinner = cuda_pinner(memory.device)
+    cpus = cpu_threads(max(1, config.cpu.threads - 1))
+    arm = {"offload": Arm.FILL, "cpu": Arm.CPU}.get(plan.mode, Arm.SPLIT)
+    return CachedStore(
+        memory,
+        budget=plan.budget,
+        top_k=numbers.top_k,
+        decode_rows=max(1, config.context.n_parallel),
+        cpus=cpus,
+        pinner=pinner if p.pin_budget is None else LimitedPinner(p.pin_budget * MIB, pinner),
+        policy=key.policy(p.expert_policy),
+        costs=stored_costs(memory.device, len(cpus)),
+        arm=arm,
+        rails=plan.mode == "hybrid",
+        probe=plan.mode == "hybrid",
+    )

@@ -1,0 +1,44 @@
+"""What this machine's paths cost, by type of expert: from a stored profile, a probe, or cautious figures until then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ftgguf.experts.control import Bandwidths
+from ftgguf.experts.prefill import Cost, Costs
+
+GUESS = Bandwidths(fill=12e9, cpu=12e9)
+"""A PCIe 3 x16 link and two channels of memory: what most machines have at least."""
+GPU_RATE = 400e9
+"""Bytes/s at which the expert products read weights on a small card."""
+GPU_ENTRY = 0.2e-6
+"""Seconds of a row at an expert on the GPU, in a tile of many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathCosts:
+    """`rates` by type name (bytes/s), `cpu_entry` seconds of a further row at an expert on the CPU, by type name;
+    `dense` seconds of a chunk's attention and the like in one layer; `source` where the figures are from."""
+
+    rates: Mapping[str, Bandwidths] = field(default_factory=dict)
+    cpu_entry: Mapping[str, float] = field(default_factory=dict)
+    dense: float = 2e-4
+    source: str = "guessed: run `ftgguf bench bw`"
+    measured: bool = False
+
+    def bandwidths(self, kind: str) -> Bandwidths:
+        return self.rates.get(kind, GUESS)
+
+    def of(self, kind: str, expert_bytes: int) -> Costs:
+        """The prefill planner's costs of experts of type `kind`. Unless it was measured, a further row at an expert is
+        taken to cost the CPU as much as the first: its kernels are bound by arithmetic, not by memory."""
+        b = self.bandwidths(kind)
+        link = 1 / b.fill if b.fill > 0 else 1.0
+        host = 1 / b.cpu if b.cpu > 0 else 1.0
+        return Costs(
+            stream=Cost(2e-5, link),
+            gather=Cost(8e-5, link),
+            cpu=Cost(1e-4, host, self.cpu_entry.get(kind, host * expert_bytes)),
+            gpu=Cost(6e-5, 1 / GPU_RATE, GPU_ENTRY),
+        )

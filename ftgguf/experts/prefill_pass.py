@@ -1,0 +1,224 @@
+"""A prompt chunk through the cache: each layer's missing experts streamed, gathered, shared with the CPU, or all there.
+
+`experts/prefill.py` predicts which is cheapest; this runs it. Experts in slots are used where they are and stay; the
+others go through the ring in pieces, whose products are added up here, so that the forward pass sees only residents
+and one share. Streamed layers need no look at the routing: the next layer's first pieces are copied meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ftgguf.engine.cuda_experts import ExpertSpec, Placement
+from ftgguf.experts.prefill import Choice, Layer, Mode, UnionEstimate, cpu_share, plan_chunk
+from ftgguf.experts.residency import seed
+from ftgguf.experts.ring import Buffer
+from ftgguf.kernels.activations import Activations
+from ftgguf.kernels.linear import ExpertBatch
+from ftgguf.kernels.norm import combine
+from ftgguf.nouns import F32, I32
+
+if TYPE_CHECKING:
+    from ftgguf.experts.store import CachedStore
+
+SEED_ROWS = 32
+"""A chunk's last rows count as uses of their experts: decode begins with their keys."""
+
+
+def cpu_list(ids: I32, chosen: Sequence[int]) -> tuple[I32, I32, I32]:
+    """(expert, start, rows_of) for the `chosen` experts that are routed to; layouts as in residency.Step."""
+    flat = ids.reshape(-1)
+    order = np.argsort(flat, kind="stable").astype(np.int32)
+    ranked = flat[order]
+    experts = sorted(set(chosen))
+    first = np.searchsorted(ranked, experts, "left")
+    last = np.searchsorted(ranked, experts, "right")
+    used = [i for i in range(len(experts)) if last[i] > first[i]]
+    rows = [order[first[i] : last[i]] for i in used]
+    start = np.concatenate(([0], np.cumsum([len(r) for r in rows]))).astype(np.int32)
+    rows_of = np.concatenate([*rows, np.empty(0, np.int32)]).astype(np.int32)
+    return np.array([experts[i] for i in used], np.int32), start, rows_of
+
+
+class PrefillPass:
+    """Serves the passes of more rows than decode takes. One at a time; used by CachedStore."""
+
+    def __init__(self, store: CachedStore) -> None:
+        self.store = store
+        self.unions = UnionEstimate()
+        self.force: Mode | None = None
+        """One mode for every layer (tests, `--moe-mode`)."""
+        self.choices: list[Choice] = []
+        self.counts: dict[str, int] = dict.fromkeys((m.value for m in Mode), 0)
+        self._pool = ThreadPoolExecutor(1)
+        self._absent: list[list[int]] = []
+        self._ahead: deque[Buffer] = deque()
+        self._seeds: list[torch.Tensor] = []
+        self._last = -1
+
+    # ------------------------------------------------------------------------------------------------- a pass
+
+    def _begin(self, rows: int) -> None:
+        """Look at the cache (waits for the device) and choose each layer's mode."""
+        s = self.store
+        s.device_state.store(s.state)
+        experts = s.state.experts
+        self._absent = [np.flatnonzero(s.state.slot_of[i, :experts] < 0).tolist() for i in range(s.state.layers)]
+        smallest = min(s.ring.capacity(spec.slot_bytes) for spec in s.order)
+        layers = [self._layer(i, len(self._absent[i])) for i in range(s.state.layers)]
+        self.choices = plan_chunk(layers, rows, self.unions, 2 * smallest)
+        self._ahead.clear()
+        self._seeds = []
+
+    def _layer(self, index: int, absent: int) -> Layer:
+        s = self.store
+        spec = s.order[index]
+        return Layer(
+            experts=spec.experts,
+            k=s.top_k,
+            expert_bytes=spec.slot_bytes,
+            resident=spec.experts - absent,
+            dense=s.costs.dense,
+            costs=s.costs.of(s.kinds[index], spec.slot_bytes),
+            on_cpu=not s.bank.pinned[spec.layer],
+        )
+
+    def _mode(self, index: int) -> Mode:
+        s = self.store
+        if not self._absent[index]:
+            return Mode.RESIDENT
+        if not s.reachable(index) or s.ring.capacity(s.order[index].slot_bytes) < 1:
+            return Mode.CPU
+        mode = self.force or self.choices[index].mode
+        # Planned from an estimate: the layer may need copies although none were expected.
+        return Mode.GATHER if mode is Mode.RESIDENT else mode
+
+    def place(self, index: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
+        """See ExpertStore.place. The share of everything that is not in a slot is the placement's ticket."""
+        s = self.store
+        if index <= self._last or not self.choices:
+            self._begin(ids.shape[0])
+        self._last = index
+        spec, mode = s.order[index], self._mode(index)
+        self.counts[mode.value] += 1
+        self._seeds.append(ids[-SEED_ROWS:])
+        slots = s.device_state.arrays["slot_of"][index][ids.long()].contiguous()
+        share: torch.Tensor | None = None
+        if mode is Mode.STREAM:
+            share = self._stream(index, spec, x, ids, weights)
+        elif mode is not Mode.RESIDENT:
+            share = self._look(index, spec, mode, x, ids, weights)
+        self._look_ahead(index + 1)
+        return Placement(slots, s.addresses, share)
+
+    def end(self) -> None:
+        """A pass is done: keys of the last rows' experts, as decode would have left them."""
+        if not self._seeds:
+            return
+        s = self.store
+        last = [t.cpu().numpy() for t in self._seeds]
+        s.device_state.store(s.state)
+        for i, ids in enumerate(last):
+            seed(s.state, i, np.unique(ids))
+        s.device_state.arrays["key"].copy_(torch.from_numpy(s.state.key))
+        self._seeds = []
+        self._last = -1
+        self.choices = []
+
+    # ------------------------------------------------------------------------------------------------- the ways
+
+    def _stream(
+        self, index: int, spec: ExpertSpec, x: Activations, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        return self._pieces(index, spec, self._absent[index], x, ids, weights)
+
+    def _look(
+        self, index: int, spec: ExpertSpec, mode: Mode, x: Activations, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The modes that need the routing on the host."""
+        s = self.store
+        routed: I32 = ids.cpu().numpy()
+        count = np.bincount(routed.reshape(-1), minlength=spec.experts)
+        self.unions.observe(spec.experts, s.top_k, len(routed), int(np.count_nonzero(count)))
+        missing = [e for e in self._absent[index] if count[e]]
+        if not missing:
+            return None
+        copied = 0
+        if mode is Mode.GATHER:
+            copied = len(missing)
+        elif mode is Mode.SHARE:
+            missing.sort(key=lambda e: (int(count[e]), e))
+            entries = [float(count[e]) for e in missing]
+            copied, _ = cpu_share(len(missing), entries, self._layer(index, len(self._absent[index])))
+        on_cpu = missing[: len(missing) - copied]
+        job = self._start_cpu(spec, on_cpu, routed, x, weights) if on_cpu else None
+        share = self._pieces(index, spec, sorted(missing[len(on_cpu) :]), x, ids, weights)
+        if job is None:
+            return share
+        part = torch.from_numpy(job.result()).to(ids.device)
+        return part if share is None else share + part
+
+    def _start_cpu(
+        self, spec: ExpertSpec, experts: list[int], ids: I32, x: Activations, weights: torch.Tensor
+    ) -> Future[F32]:
+        s = self.store
+        inputs = np.ascontiguousarray(x.x.float().cpu().numpy())
+        gates = np.ascontiguousarray(weights.cpu().numpy())
+        lists = cpu_list(ids, experts)
+        s.prefill_cpu_experts += len(lists[0])
+
+        def run() -> F32:
+            y = np.empty((len(inputs), spec.weights.down.n), np.float32)
+            s.worker.compute(s.index[spec.layer], inputs, gates, *lists, y)
+            return y
+
+        return self._pool.submit(run)
+
+    def _pieces(
+        self, index: int, spec: ExpertSpec, experts: list[int], x: Activations, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Copy `experts` through the ring and add up their products; None for none."""
+        if not experts:
+            return None
+        ring = self.store.ring
+        resident = self.store.bank.layers[spec.layer]
+        size = ring.capacity(spec.slot_bytes)
+        parts = [experts[i : i + size] for i in range(0, len(experts), size)]
+        issued = deque(b for b in self._ahead if b.layer == spec.layer)
+        self._ahead.clear()
+        at = len(issued)
+        share: torch.Tensor | None = None
+        for _ in parts:
+            while at < len(parts) and len(issued) < 2:
+                issued.append(ring.copy(resident, spec.layer, parts[at]))
+                at += 1
+            buffer = issued.popleft()
+            ring.use(buffer)
+            assert buffer.table is not None
+            slots = buffer.table[ids.long()].contiguous()
+            batch = ExpertBatch(slots, ids, buffer.addresses[spec.slot_bytes])
+            products = batch.down(batch.gate_up(x, spec.weights), spec.weights)
+            share = combine(products, slots, weights, *([] if share is None else [share]))
+            ring.done(buffer)
+        self.store.prefill_copied += len(experts)
+        return share
+
+    def _look_ahead(self, index: int) -> None:
+        """Begin the next layer's copies if it is to be streamed."""
+        s = self.store
+        if index >= s.state.layers or self._mode(index) is not Mode.STREAM:
+            return
+        spec = s.order[index]
+        size = s.ring.capacity(spec.slot_bytes)
+        absent = self._absent[index]
+        for at in range(0, min(len(absent), 2 * size), size):
+            self._ahead.append(s.ring.copy(s.bank.layers[spec.layer], spec.layer, absent[at : at + size]))
+
+    def close(self) -> None:
+        self._pool.shutdown()

@@ -1,0 +1,358 @@
+"""The cached ExpertStore: experts in host memory, some of them in slots on the device, misses filled or run on the CPU.
+
+Decode, per layer, on one stream: residency (ids to slots, fills, the CPU's list), publish (inputs and list to the
+mailbox, ring), fill (gather into slots), then the forward pass's products over hits and fills, then `collect`: wait
+for the CPU and take its share, which the next norm adds. Nothing depends on the host, so a pass may be captured.
+Prefill is `prefill_pass`. Between passes (`finish`) the split follows what was measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
+from ftgguf.engine.cuda_experts import ExpertSpec, ExpertStore, Placement
+from ftgguf.engine.cuda_weights import Reader
+from ftgguf.engine.device_memory import DeviceMemory
+from ftgguf.engine.executor import ExecutorLost
+from ftgguf.experts import key as keys
+from ftgguf.experts import residency, slots
+from ftgguf.experts.arena import Arena
+from ftgguf.experts.bank import Bank, LayerLayout, Pinner
+from ftgguf.experts.control import Arm, PathSample, SplitController, StepSample
+from ftgguf.experts.costs import PathCosts
+from ftgguf.experts.mailbox import WATCHDOG_SECONDS, Mailbox
+from ftgguf.experts.prefill_pass import PrefillPass
+from ftgguf.experts.residency import Residency, Stat
+from ftgguf.experts.ring import Ring
+from ftgguf.gguf.types import TensorType
+from ftgguf.kernels import fill as kernels
+from ftgguf.kernels.activations import Activations
+from ftgguf.kernels.matrix import ExpertMatrix
+from ftgguf.kernels.residency import DeviceResidency, StepBuffers, residency_step
+from ftgguf.models.config import ModelError
+
+RING_SHARE = 16
+"""The prefill ring has this fraction of the budget, at most RING_BYTES."""
+RING_BYTES = 256 << 20
+REBASE_LOOK = 4096
+"""Steps between two looks at the keys, which bear some 2^18."""
+CPU_NAMES = {"silu": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu_sqr", "swiglu_oai": "swiglu_oai"}
+"""The kernels' activations -> the worker's."""
+
+
+def kind_of(spec: ExpertSpec) -> str:
+    """The name of a layer's types in profiles: `Q4_K`, or `Q4_K+Q6_K` (gate and up first)."""
+    names = dict.fromkeys(TensorType(int(info.info.type)).name for info, _ in spec.parts)
+    return "+".join(names)
+
+
+def cpu_threads(count: int) -> list[int]:
+    """CPUs for `count` workers, of those this process may use; the last ones first: the first serve interrupts."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1] * count
+    chosen = allowed[::-1][: max(1, count)]
+    return chosen if len(chosen) > 1 else [-1]
+
+
+class CachedStore(ExpertStore):
+    """See the module. Layers are numbered twice: `specs` by block, everything else by their order among MoE layers."""
+
+    captures_prompts = False
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        *,
+        budget: int,
+        top_k: int,
+        decode_rows: int,
+        cpus: list[int],
+        pinner: Pinner | None = None,
+        policy: keys.KeyPolicy = keys.DECAY,
+        costs: PathCosts | None = None,
+        arm: Arm = Arm.SPLIT,
+        rails: bool = True,
+        ring_bytes: int | None = None,
+        warm: bool = True,
+        probe: bool = False,
+        timeout: float = WATCHDOG_SECONDS,
+    ) -> None:
+        """`budget`: device bytes for slots and ring. `arm` with `rails` False is kept for ever (`--moe-mode`). `probe`:
+        measure both paths at the end of `load` where `costs` does not cover the types."""
+        super().__init__()
+        self.memory, self.budget, self.top_k, self.decode_rows = memory, budget, top_k, decode_rows
+        self.cpus, self.pinner, self.policy, self.timeout = cpus, pinner, policy, timeout
+        self.costs = costs or PathCosts()
+        self._arm, self._rails, self._ring_bytes, self._warm, self._probe = arm, rails, ring_bytes, warm, probe
+        self.order: list[ExpertSpec] = []
+        self.index: dict[int, int] = {}
+        self.prefill_copied = 0
+        self.prefill_cpu_experts = 0
+        self.prefill_passes = 0
+        self.rebuilds = 0
+        self._step_started = 0.0
+        self._steps = 0
+        self._forced: tuple[int, int] | None = None
+        self._served: list[tuple[int, ...]] = []
+
+    # ------------------------------------------------------------------------------------------------- start
+
+    def load(self, reader: Reader, progress: Callable[[float], None]) -> None:
+        self.order = [self.specs[layer] for layer in sorted(self.specs)]
+        self.index = {spec.layer: i for i, spec in enumerate(self.order)}
+        self.kinds = [kind_of(spec) for spec in self.order]
+        self._check()
+        layouts = {
+            spec.layer: LayerLayout(spec.experts, spec.slot_bytes, tuple((t.info, at) for t, at in spec.parts))
+            for spec in self.order
+        }
+        self.bank = Bank(reader.gguf, layouts, threads=len(reader.files) and 8)
+        self.bank.load(progress)
+        device = self.memory.device
+        if self.pinner is not None:
+            self.bank.pin(self.pinner)
+        elif device.type == "cpu":
+            self.bank.pinned = dict.fromkeys(self.bank.pinned, True)  # the interpreter reads all memory
+        self._make_worker()
+        self._make_cache(device)
+        if self._probe and not (self.costs.measured and set(self.kinds) <= set(self.costs.rates)):
+            from ftgguf.experts import measure
+
+            started = time.perf_counter()
+            found = measure.probe(self)
+            self.costs = measure.costs_of(found, f"probed in {time.perf_counter() - started:.1f} s")
+        self.controller = SplitController(
+            {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
+        )
+        self.prefill = PrefillPass(self)
+        self._write_split()
+
+    def _check(self) -> None:
+        if not self.order:
+            raise ModelError("this model has no experts to cache: use --moe-mode resident")
+        counts = {spec.experts for spec in self.order}
+        if len(counts) > 1:
+            raise ModelError(f"layers with different numbers of experts ({sorted(counts)}) cannot share a cache")
+        for spec in self.order:
+            for tensor, _ in spec.parts:
+                if tensor.nbytes % 16:
+                    raise ModelError(
+                        f"tensor '{tensor.info.name}': experts of {tensor.nbytes} bytes cannot be copied in words of 16"
+                    )
+
+    def _make_worker(self) -> None:
+        self.worker = native.ExpertWorker(self.cpus)
+        self._host_vectors: list[Any] = []
+        for i, spec in enumerate(self.order):
+            resident = self.bank.layers[spec.layer]
+            w = spec.weights
+
+            def matrix(m: ExpertMatrix, address: int = resident.address, stride: int = spec.slot_bytes) -> Any:
+                vectors = []
+                for v in (m.bias, m.scale):
+                    values = None if v is None else np.ascontiguousarray(v.detach().float().cpu().numpy())
+                    self._host_vectors.append(values)
+                    vectors.append(0 if values is None else values.ctypes.data)
+                return native.ExpertMatrix.make(int(m.type), address + m.offset, stride, m.n, m.k, *vectors)
+
+            gate = None if w.gate is None else matrix(w.gate)
+            self.worker.add_layer(i, spec.experts, CPU_NAMES[w.activation], gate, matrix(w.up), matrix(w.down))
+
+    def _make_cache(self, device: torch.device) -> None:
+        sizes = [spec.slot_bytes for spec in self.order]
+        whole = sum(spec.slot_bytes * spec.experts for spec in self.order)
+        ring = min(self.budget // RING_SHARE, RING_BYTES) if self._ring_bytes is None else self._ring_bytes
+        self.ring = Ring(self.memory, ring)
+        experts = self.order[0].experts
+        plan = slots.plan_arena(sizes, experts, max(0, self.budget - ring))
+        self.arena = Arena(self.memory, plan)
+        largest = max(plan.bytes, slots.aligned(max(sizes)) * experts * len(sizes)) + plan.slab_bytes
+        self.state: Residency = slots.new_state(plan, len(sizes), experts, max(largest, whole), 0, self.policy)
+        for i, spec in enumerate(self.order):
+            self.state.host_base[i, 0] = self.bank.layers[spec.layer].address
+            self.state.host_stride[i, 0] = spec.slot_bytes
+        self._set_addresses()
+        if self._warm:
+            self._fill_free_slots()
+        self.device_state = DeviceResidency.of(self.state, device)
+        self.addresses = self.device_state.arrays["slot_addr"]
+        self.buffers = StepBuffers.allocate(self.decode_rows * self.top_k, experts, device)
+        self.stamps = torch.zeros(2, dtype=torch.int64, device=device)
+        self.width = self.order[0].weights.down.n
+        self.share = torch.zeros(self.decode_rows, self.width, dtype=torch.float32, device=device)
+        self.programs = kernels.programs(device)
+        self.mail = Mailbox(
+            self.worker, device, rows=self.decode_rows, k=self.top_k, width=self.width, layers=len(sizes),
+            timeout=self.timeout,
+        )  # fmt: skip
+
+    def _set_addresses(self) -> None:
+        addresses = self.arena.addresses()
+        self.state.slot_addr[:] = 0
+        self.state.slot_addr[: len(addresses)] = addresses
+
+    def _fill_free_slots(self) -> None:
+        """Experts into free slots, as many of each layer: a cold cache would miss everything at first. At a safe
+        point, from the mirror."""
+        s, offsets = self.state, self.arena.plan.offsets()
+        for expert in range(s.experts):
+            for i, spec in enumerate(self.order):
+                if not self.reachable(i) or s.slot_of[i, expert] >= 0:
+                    continue
+                c = int(s.layer_class[i])
+                begin, count = int(s.class_begin[c]), int(s.class_count[c])
+                free = np.flatnonzero(s.owner_of[begin : begin + count] < 0)
+                if not len(free):
+                    continue
+                slot = begin + int(free[0])
+                source = torch.from_numpy(self.bank.layers[spec.layer].view[expert])
+                self.arena.slot(int(offsets[slot]), spec.slot_bytes).copy_(source, non_blocking=True)
+                s.owner_of[slot] = i * s.e_pad + expert
+                s.slot_of[i, expert] = slot
+
+    def reachable(self, index: int) -> bool:
+        """Whether the GPU can read this layer's experts."""
+        return self.bank.pinned[self.order[index].layer]
+
+    # ------------------------------------------------------------------------------------------------- a layer
+
+    def place(self, layer: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
+        index = self.index[layer]
+        if ids.shape[0] > self.decode_rows:
+            self.prefill_passes += index == 0
+            return self.prefill.place(index, x, ids, weights)
+        residency_step(self.device_state, index, ids, self.buffers, 1 if index == 0 else 0)
+        kernels.publish(self.mail.addresses, self.mail.ticket, self.buffers, index, x.x, weights)
+        kernels.fill(self.buffers, self.specs[layer].slot_bytes, self.stamps, self.programs)
+        return Placement(self.buffers.place[: ids.numel()].view(ids.shape), self.addresses)
+
+    def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
+        rows = placement.slots.shape[0]
+        if rows > self.decode_rows:
+            share: torch.Tensor | None = placement.ticket
+            return share
+        out = self.share[:rows]
+        kernels.collect(self.mail.addresses, self.mail.ticket, self.buffers, self.index[layer], out, self.stamps)
+        return out
+
+    # ------------------------------------------------------------------------------------------------- between passes
+
+    def start(self) -> None:
+        self._step_started = time.perf_counter()
+
+    def finish(self, rows: int, waited: bool) -> None:
+        error = self.mail.error()
+        if error:
+            raise ExecutorLost(f"{error}; start the engine again, or use --moe-mode offload")
+        if not waited:
+            return
+        self.prefill.end()
+        if rows > self.decode_rows:
+            return
+        sample = self._sample(rows)
+        if sample is not None:
+            self.controller.record(sample)
+            self._write_split()
+        self._steps += 1
+        if self._steps % REBASE_LOOK == 0:
+            self.rebase()
+
+    def _sample(self, rows: int) -> StepSample | None:
+        """What the pass measured; None where there was no clock (the interpreter)."""
+        trace = self.mail.trace
+        served = self.mail.doorbell.statistics()
+        before, self._served = self._served or [(0,) * 5] * len(served), served
+        if not trace[:, 7].any():
+            return None
+        paths: dict[str, list[float]] = {}
+        for i, kind in enumerate(self.kinds):
+            p = paths.setdefault(kind, [0.0, 0.0, 0.0, 0.0])
+            p[0] += int(trace[i, 2]) * self.order[i].slot_bytes
+            p[1] += int(trace[i, 5]) * 1e-9
+            p[2] += served[i][3] - before[i][3]
+            p[3] += (served[i][4] - before[i][4]) * 1e-9
+        exposed = float(trace[:, 5].sum() + trace[:, 6].sum()) * 1e-9
+        samples = {k: PathSample(int(p[0]), p[1], int(p[2]), p[3]) for k, p in paths.items()}
+        return StepSample(time.perf_counter() - self._step_started, exposed, rows, samples)
+
+    def _write_split(self) -> None:
+        wanted = self.state.split.copy()
+        if self._forced is None:
+            self.controller.write(wanted, self.kinds)
+        else:
+            wanted[:] = self._forced
+        for i in range(self.state.layers):
+            if not self.reachable(i):
+                wanted[i] = (0, 0)
+        if not np.array_equal(wanted, self.state.split):
+            self.state.split[:] = wanted
+            self.device_state.arrays["split"].copy_(torch.from_numpy(wanted))
+
+    def force_split(self, share: int, least: int) -> None:
+        """Keep one split (Q16 share, least fills) for all layers from now on: tests, `--moe-mode`."""
+        self._forced = (share, least)
+        self._write_split()
+
+    def rebase(self) -> None:
+        """Move the keys back if it is time; a safe point."""
+        self.device_state.store(self.state)
+        if residency.needs_rebase(self.state):
+            residency.rebase(self.state)
+            self.device_state.load(self.state)
+
+    def resize(self, budget: int) -> dict[str, int]:
+        """Give the cache `budget` bytes at a safe point: the best experts stay, memory beyond goes back to the driver.
+
+        Raises ValueError below the ring's size, MemoryError where the device has no room (the cache is as before).
+        """
+        room = budget - 2 * self.ring.half
+        if room < 0:
+            raise ValueError(f"{budget} bytes do not hold the prefill ring of {2 * self.ring.half}")
+        self._wait()
+        self.device_state.store(self.state)
+        old = self.arena.plan
+        new = slots.resize(old, room)
+        if len(new.offsets()) > len(self.state.owner_of):
+            raise ValueError("more slots than there are experts")
+        moves = slots.rescue(old, new, self.state) if new.bytes < old.bytes else []
+        offsets = old.offsets()
+        for source, target in moves:
+            size = self.order[int(self.state.owner_of[source]) // self.state.e_pad].slot_bytes
+            self.arena.slot(int(offsets[target]), size).copy_(self.arena.slot(int(offsets[source]), size))
+        self._wait()
+        before = self.arena.bytes
+        self.arena.fit(new)
+        slots.renumber(self.state, old, new, 0, moves)
+        self._set_addresses()
+        self.device_state.load(self.state)
+        self._wait()
+        self.budget = budget
+        self.rebuilds += 1
+        return {"bytes_before": before, "bytes": self.arena.bytes, "slots": sum(new.counts()), "moved": len(moves)}
+
+    def _wait(self) -> None:
+        if self.memory.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.device)
+
+    def statistics(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """int64 [layers, 8]: residency.Stat's sums of the decode steps (waits for the device)."""
+        stats: np.ndarray[Any, np.dtype[np.int64]] = self.device_state.arrays["stats"].cpu().numpy()
+        return stats
+
+    def hit_rate(self) -> float:
+        """Share of the experts that decode steps wanted and found in a slot."""
+        total = self.statistics().sum(0)
+        return float(total[Stat.HITS] / max(1, total[Stat.EXPERTS]))
+
+    def close(self) -> None:
+        """Stop the threads and give the pinned memory back."""
+        self._wait()
+        self.mail.close()
+        self.prefill.close()
+        self.bank.close()

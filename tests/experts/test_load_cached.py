@@ -1,0 +1,96 @@
+"""When experts are cached, by arithmetic: the sums are checked against the survey's own parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compat.synth import make
+from ftgguf.engine import load_cached
+from ftgguf.engine.fit import MIB, parts_of
+from ftgguf.engine.load_cached import plan_cache
+from ftgguf.engine.survey import Survey, survey
+from ftgguf.flags.config import ContextConfig, PlacementConfig, ServerConfig
+from ftgguf.flags.special import EXPERTS, layer_overrides
+from ftgguf.gguf.reader import open_gguf
+from ftgguf.models.config import Numbers, read_numbers
+
+CONTEXT = 256 * MIB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Survey, Numbers]:
+    path = make("qwen3moe", tmp_path_factory.mktemp("plan") / "m.gguf", types="Q8_0", n_layer=4, n_expert=64)
+    gguf = open_gguf(Path(path))
+    numbers = read_numbers(gguf)
+    return survey(gguf, numbers, ContextConfig()), numbers
+
+
+def config(**placement: Any) -> ServerConfig:
+    base = ServerConfig()
+    context = replace(base.context, size=2048)
+    return replace(base, context=context, placement=replace(PlacementConfig(), **placement))
+
+
+def fixed(found: Survey, c: ServerConfig) -> int:
+    """Bytes of everything but experts."""
+    whole = parts_of(found, 0, 2048, c, CONTEXT)
+    return whole.total - whole.experts
+
+
+def test_what_does_not_fit_is_cached_in_what_is_left(
+    model: tuple[Survey, Numbers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_cached, "GRAPHS", MIB)  # the model is small
+    found, numbers = model
+    c = config()
+    whole = parts_of(found, 0, 2048, c, CONTEXT)
+    assert plan_cache(found, numbers, c, whole.total, CONTEXT) is None
+    plan = plan_cache(found, numbers, c, fixed(found, c) + 6 * MIB, CONTEXT)
+    assert plan is not None
+    assert plan.budget == 5 * MIB
+    assert plan.fit.first == 0
+    assert plan.mode == "hybrid"
+    # not even the rest fits: the model is split by layers as before
+    assert plan_cache(found, numbers, c, fixed(found, c), CONTEXT) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "budget", "mode"),
+    [
+        ({"moe_mode": "offload"}, None, "offload"),
+        ({"moe_mode": "cpu"}, 0, "cpu"),
+        ({"moe_mode": "hybrid", "expert_cache": 3}, 3, "hybrid"),
+        ({"expert_cache": 3}, 3, "hybrid"),
+        ({"overrides": layer_overrides(2, EXPERTS)}, None, "hybrid"),
+        ({"overrides": layer_overrides(4, EXPERTS), "expert_cache": 0}, 0, "hybrid"),
+    ],
+)
+def test_modes_and_limits(model: tuple[Survey, Numbers], options: Any, budget: int | None, mode: str) -> None:
+    """Asked for with memory for everything: the cache may hold all."""
+    found, numbers = model
+    plan = plan_cache(found, numbers, config(**options), 1 << 40, CONTEXT)
+    assert plan is not None
+    assert plan.mode == mode
+    if budget is None:
+        assert plan.budget >= parts_of(found, 0, 2048, config(), CONTEXT).experts
+    else:
+        assert plan.budget == budget * MIB
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"moe_mode": "resident"}, {"gpu_layers": 2}, {"overrides": layer_overrides(2, EXPERTS), "expert_cache": 0}],
+)
+def test_no_cache_where_none_is_wanted(model: tuple[Survey, Numbers], options: Any) -> None:
+    found, numbers = model
+    assert plan_cache(found, numbers, config(**options), 300 * MIB, CONTEXT) is None
+
+
+def test_a_mode_that_cannot_work_is_refused_with_the_numbers(model: tuple[Survey, Numbers]) -> None:
+    found, numbers = model
+    with pytest.raises(MemoryError, match="without its experts does not fit"):
+        plan_cache(found, numbers, config(moe_mode="offload"), 100 * MIB, CONTEXT)

@@ -1,0 +1,228 @@
+"""The cached store against the resident one on a tiny model, under the interpreter or on a device: placement must not
+change the answer. Decode may differ by float summation order only (1e-6 asked for, about 1e-14 measured); two experts
+swapped in the bank move the logits by 1e-2, so a wrong slot shows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the GPU path needs triton")
+
+from store_helpers import load_cached  # noqa: E402
+
+from compat.synth import make  # noqa: E402
+from ftgguf.engine.executor import ExecutorLost  # noqa: E402
+from ftgguf.experts import arena  # noqa: E402
+from ftgguf.experts.bank import LimitedPinner  # noqa: E402
+from ftgguf.experts.control import Bandwidths  # noqa: E402
+from ftgguf.experts.costs import PathCosts  # noqa: E402
+from ftgguf.experts.prefill import Mode  # noqa: E402
+from ftgguf.experts.residency import Stat, check  # noqa: E402
+from ftgguf.experts.status import cache_status  # noqa: E402
+from ftgguf.nouns import F32, Batch  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+EXPERTS, LAYERS, PROMPT = 8, 2, 12
+ALL = EXPERTS * LAYERS
+SAME = 1e-9
+FILL, CPU, MIXED = (65536, 1), (0, 0), (32768, 1)
+
+
+def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
+    n = len(tokens)
+    at = np.arange(start, start + n, dtype=np.int32)
+    table = np.arange(start + n, dtype=np.int32)
+    return Batch(np.array(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
+
+
+def nmse(got: F32, want: F32) -> float:
+    return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+def decode(executor: Any, tokens: list[int]) -> F32:
+    return np.stack([executor.forward(rows([t], i, [0]))[0].copy() for i, t in enumerate(tokens)])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_head": 2, "n_head_kv": 1, "n_ff": 256}
+    types = {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
+    return make("qwen3moe", tmp_path_factory.mktemp("store") / "m.gguf", types=types, **sizes)
+
+
+class Resident:
+    """The resident store's answers, computed once: decode with mixed types, a prompt on a smaller model."""
+
+    def __init__(self, path: Path, small: Path) -> None:
+        self.tokens = [17, 230]
+        self.prompt = [int(t) for t in np.random.default_rng(5).integers(3, 300, PROMPT)]
+        self.decoded = decode(load_cached(path, DEVICE, None), self.tokens)
+        executor = load_cached(small, DEVICE, None)
+        self.prefilled = executor.forward(rows(self.prompt, 0, list(range(PROMPT)))).copy()
+        self.after = executor.forward(rows([9], PROMPT, [0])).copy()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts under the interpreter are slow: a quarter of the width."""
+    sizes = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32}
+    widths = {"n_embd": 64, "n_ff": 64, "n_ff_expert": 64}
+    return make("qwen3moe", tmp_path_factory.mktemp("small") / "m.gguf", types="Q8_0", **sizes, **widths)
+
+
+@pytest.fixture(scope="module")
+def resident(path: Path, small: Path) -> Resident:
+    return Resident(path, small)
+
+
+@pytest.fixture
+def cached(path: Path, small: Path) -> Iterator[Any]:
+    """`load_cached` on the model, or the small one; closes what it made."""
+    made = []
+
+    def get(slots: int, *, of_small: bool = False, **options: Any) -> Any:
+        made.append(load_cached(small if of_small else path, DEVICE, slots, **options))
+        return made[-1]
+
+    yield get
+    for executor in made:
+        executor.store.close()
+
+
+@pytest.mark.parametrize(
+    ("slots", "split"),
+    [(0, FILL), (1, FILL), (1, MIXED), (ALL // 4, FILL), (ALL // 4, MIXED), (ALL // 2, CPU), (ALL, FILL)],
+)
+def test_decode_is_the_same_for_every_placement(
+    cached: Any, resident: Resident, slots: int, split: tuple[int, int]
+) -> None:
+    executor = cached(slots, warm=slots == ALL)
+    store = executor.store
+    store.force_split(*split)
+    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    total = store.statistics().sum(0)
+    assert total[Stat.EXPERTS] == 2 * len(resident.tokens) * LAYERS
+    assert total[Stat.HITS] + total[Stat.FILLS] + total[Stat.CPU] == total[Stat.EXPERTS]
+    if split == CPU or not slots:
+        assert total[Stat.CPU] == total[Stat.EXPERTS]
+    elif slots == ALL:
+        assert total[Stat.HITS] == total[Stat.EXPERTS]
+    else:
+        assert total[Stat.FILLS] > 0
+        assert (total[Stat.CPU] > 0) == (split == MIXED or slots == 1)
+    store.device_state.store(store.state)
+    check(store.state)
+
+
+def test_a_swapped_expert_would_show(cached: Any, resident: Resident) -> None:
+    executor = cached(0)
+    view = executor.store.bank.layers[0].view
+    view[:] = view[[1, 0, 3, 2, 5, 4, 7, 6]]
+    assert nmse(decode(executor, resident.tokens), resident.decoded) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("mode", "slots", "ring", "bound"),
+    [
+        (Mode.STREAM, 4, 4, SAME),
+        (Mode.STREAM, 4, 16, SAME),
+        (Mode.GATHER, 1, 2, SAME),
+        (Mode.CPU, 8, 4, 1e-3),
+        (Mode.SHARE, 4, 4, 1e-3),
+        (None, 0, 0, 1e-3),
+    ],
+)
+def test_prefill_is_the_same_in_every_mode(
+    cached: Any, resident: Resident, mode: Mode | None, slots: int, ring: int, bound: float
+) -> None:
+    """The device's tiles keep 16 bits of the inputs and the CPU rounds them to 8, hence the bounds with the CPU.
+    A decode step afterwards sees the same cells and a whole cache."""
+    executor = cached(slots, of_small=True, ring_slots=ring)
+    store = executor.store
+    store.prefill.force = mode
+    if mode is Mode.SHARE:
+        # both paths as fast, so that both get some: four experts of 13 kB against 80 and 100 us to begin with
+        rates = dict.fromkeys(store.kinds, Bandwidths(1e9, 1e9))
+        store.costs = PathCosts(rates, dict.fromkeys(store.kinds, 1e-9))
+    got = executor.forward(rows(resident.prompt, 0, list(range(PROMPT))))
+    assert nmse(got, resident.prefilled) < bound
+    assert store.prefill.counts[(mode or Mode.CPU).value] == LAYERS
+    assert (store.prefill_cpu_experts > 0) == (mode in (Mode.CPU, Mode.SHARE, None))
+    assert (store.prefill_copied > 0) == (mode in (Mode.STREAM, Mode.GATHER, Mode.SHARE))
+    # the prompt threw nothing out, and its last rows count as uses
+    store.device_state.store(store.state)
+    check(store.state)
+    assert np.count_nonzero(store.state.slot_of >= 0) == slots
+    assert (store.state.key > -(1 << 30)).any()
+    assert nmse(executor.forward(rows([9], PROMPT, [0])), resident.after) < max(SAME, bound)
+
+
+def test_layers_that_are_not_pinned_run_on_the_cpu(path: Path, resident: Resident, monkeypatch: Any) -> None:
+    from ftgguf.experts import bank as banks
+
+    monkeypatch.setattr(banks, "PIECE", 1 << 20)  # a piece for each layer
+    probe = load_cached(path, DEVICE, 0)
+    one = probe.store.bank.report.bytes // LAYERS
+    probe.store.close()
+    executor = load_cached(path, DEVICE, ALL, pinner=LimitedPinner(one + (1 << 17)))
+    store: Any = executor.store
+    store.force_split(*FILL)
+    assert list(store.bank.pinned.values()) == [True, False]
+    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    stats = store.statistics()
+    assert stats[0, Stat.CPU] == 0
+    assert stats[1, Stat.CPU] == stats[1, Stat.EXPERTS]
+    assert "1 of 2 layers run on the CPU" in cache_status(store)["bank"]["line"]
+    store.close()
+
+
+@pytest.mark.parametrize("chunk", [1, 64 << 20])
+def test_a_resize_keeps_the_best_experts_and_the_answer(
+    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """With a chunk for each slot, and with one for all: memory goes back chunk by chunk."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", chunk)
+    executor = cached(ALL)
+    store = executor.store
+    decode(executor, resident.tokens)
+    store.device_state.store(store.state)
+    used = store.state.key[0] > -(1 << 30)
+    size = store.order[0].slot_bytes
+    ring = 2 * store.ring.half
+    for slots in (int(used.sum()), 3, 12):
+        done = store.resize(ring + slots * size)
+        assert done["slots"] == slots
+        assert store.memory.held["experts"] == done["bytes"] == (slots if chunk == 1 else ALL) * size
+        check(store.state)
+        if slots == used.sum():
+            assert (store.state.slot_of[used] >= 0).all()
+        assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    assert cache_status(store)["rebuilds"] == 3
+    with pytest.raises(ValueError, match="ring"):
+        store.resize(0)
+
+
+def test_a_stuck_cpu_ends_the_pass_with_an_error(cached: Any, resident: Resident) -> None:
+    executor = cached(0, timeout=0.3)
+    executor.store.mail.doorbell.stall(1.0)
+    with pytest.raises(ExecutorLost, match="did not finish request"):
+        decode(executor, resident.tokens)
+
+
+def test_keys_are_rebased_at_a_safe_point(cached: Any, resident: Resident) -> None:
+    executor = cached(4)
+    store = executor.store
+    decode(executor, resident.tokens)
+    store.device_state.arrays["clock"].fill_(store.policy.clock_limit(LAYERS) // 2)
+    store.rebase()
+    assert int(store.device_state.arrays["clock"]) == 1
+    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME

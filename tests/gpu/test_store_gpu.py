@@ -1,0 +1,120 @@
+"""The cached store on a CUDA device, decode captured: the same answers for every placement, and a watchdog that
+releases a waiting GPU. The resident store is the oracle (tests/experts/test_store.py has the same under the
+interpreter, with prefill's modes)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experts"))
+from store_helpers import load_cached
+
+from compat.synth import make
+from ftgguf.engine.executor import ExecutorLost
+from ftgguf.experts.measure import Probe
+from ftgguf.experts.pinning import cuda_pinner
+from ftgguf.experts.prefill import Mode
+from ftgguf.experts.residency import Stat
+from ftgguf.nouns import F32, Batch
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+TOKENS = [int(t) for t in np.random.default_rng(0).integers(3, 300, 40)]
+
+
+def nmse(got: F32, want: F32) -> float:
+    return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
+    n = len(tokens)
+    at = np.arange(start, start + n, dtype=np.int32)
+    table = np.arange(start + n, dtype=np.int32)
+    return Batch(np.array(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
+
+
+def decode(executor: Any) -> F32:
+    return np.stack([executor.forward(rows([t], i, [0]))[0].copy() for i, t in enumerate(TOKENS)])
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    types = {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
+    return make("qwen3moe", tmp_path_factory.mktemp("gpu") / "m.gguf", types=types, n_layer=4, n_expert=32,
+                n_expert_used=8, n_embd=1024, n_ff_expert=512)  # fmt: skip
+
+
+def load(path: Path, slots: int | None, **options: Any) -> Any:
+    if slots is not None:
+        options.setdefault("pinner", cuda_pinner(DEVICE))
+    executor = load_cached(path, DEVICE, slots, decode_rows=2, ring_slots=16, **options)
+    executor.warm_up()
+    return executor
+
+
+@pytest.fixture(scope="module")
+def want(path: Path) -> F32:
+    return decode(load(path, None))
+
+
+@pytest.mark.parametrize("slots", [0, 1, 32, 64, 128])
+@pytest.mark.parametrize("split", [(65536, 1), (0, 0), (32768, 1)])
+def test_captured_decode_is_the_same_for_every_placement(
+    path: Path, want: F32, slots: int, split: tuple[int, int]
+) -> None:
+    executor = load(path, slots)
+    store = executor.store
+    store.force_split(*split)
+    before = store.statistics().sum(0)
+    assert nmse(decode(executor), want) < 1e-6
+    total = store.statistics().sum(0) - before
+    assert total[Stat.EXPERTS] == len(TOKENS) * 4 * 8
+    assert total[Stat.HITS] + total[Stat.FILLS] + total[Stat.CPU] == total[Stat.EXPERTS]
+    if split[0] and slots in (32, 64):
+        assert total[Stat.FILLS] > 0
+    store.close()
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.GATHER, Mode.SHARE, Mode.CPU])
+def test_prefill_modes(path: Path, mode: Mode) -> None:
+    resident = load(path, None)
+    expected = resident.forward(rows(TOKENS, 0, list(range(40)))).copy()
+    executor = load(path, 64)
+    executor.store.prefill.force = mode
+    got = executor.forward(rows(TOKENS, 0, list(range(40))))
+    assert nmse(got, expected) < (1e-6 if mode in (Mode.STREAM, Mode.GATHER) else 1e-3)
+    executor.store.close()
+
+
+def test_the_watchdog_releases_the_gpu(path: Path) -> None:
+    executor = load(path, 0, timeout=0.5)
+    executor.store.mail.doorbell.stall(2.0)
+    with pytest.raises(ExecutorLost, match="did not finish request"):
+        executor.forward(rows([5], 0, [0]))
+    executor.store.close()
+
+
+def test_a_resize_gives_memory_back_and_keeps_the_answer(path: Path, want: F32) -> None:
+    executor = load(path, 128)
+    store = executor.store
+    for slots in (16, 100):
+        store.resize(2 * store.ring.half + slots * max(s.slot_bytes for s in store.order))
+        assert nmse(decode(executor), want) < 1e-6
+    store.close()
+
+
+def test_the_probe_measures_both_paths(path: Path) -> None:
+    executor = load(path, 0)
+    p = Probe(executor.store, 0.05)
+    for kind in p.kinds():
+        rates = p.measure(kind).rates
+        assert rates.fill > 1e9
+        assert rates.cpu > 1e8
+        assert 0 < rates.fill_contended <= rates.fill
+    executor.store.close()
