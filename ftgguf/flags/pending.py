@@ -25,10 +25,7 @@ PENDING: dict[str, str] = {
     "--cache-idle-slots": "prompts of idle slots always stay in the tree, and leave it when their cells are needed",
     "--check-tensors": "weights are not looked through for invalid values yet",
     "--numa": "memory and threads are placed by the system",
-    "--expert-cache": "the size of the expert cache follows from the memory that is left",
-    "--expert-policy": "experts are evicted by decayed frequency",
     "--expert-disk": "all experts are read into host memory",
-    "--pin-budget": "the expert pool is registered whole, as far as the system lets it",
     "--record-routing": "routes are not recorded by the server yet",
 }
 """Canonical spelling (`Flag.name`) -> what happens until it is built."""

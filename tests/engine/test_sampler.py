@@ -230,7 +230,8 @@ def test_the_short_way_equals_the_long_way(params: SamplingParams, ties: bool) -
     st.builds(
         SamplingParams,
         seed=st.integers(0, 2**32 - 2),
-        temperature=st.floats(0, 3),
+        # below about 1e-36 libllama's own division of logits overflows float32, and no order of candidates is right
+        temperature=st.just(0.0) | st.floats(1e-30, 3),
         top_k=st.integers(-1, 600),
         top_p=st.floats(0, 1.2),
         min_p=st.floats(-0.1, 1),
