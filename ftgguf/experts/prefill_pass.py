@@ -161,22 +161,28 @@ class PrefillPass:
         share = self._pieces(index, spec, sorted(missing[len(on_cpu) :]), x, ids, weights)
         if job is None:
             return share
-        part = torch.from_numpy(job.result()).to(ids.device)
-        return part if share is None else share + part
+        rows, part = job.result()
+        if share is None:
+            share = torch.zeros(ids.shape[0], spec.weights.down.n, dtype=torch.float32, device=ids.device)
+        at = torch.from_numpy(rows.astype(np.int64)).to(ids.device)
+        return share.index_add_(0, at, torch.from_numpy(part).to(ids.device))
 
     def _start_cpu(
         self, spec: ExpertSpec, experts: list[int], ids: I32, x: Activations, weights: torch.Tensor
-    ) -> Future[F32]:
+    ) -> Future[tuple[I32, F32]]:
+        """Begin `experts` on the CPU; the result is (rows, their share). Only the rows they need are copied."""
         s = self.store
-        inputs = np.ascontiguousarray(x.x.float().cpu().numpy())
-        gates = np.ascontiguousarray(weights.cpu().numpy())
-        lists = cpu_list(ids, experts)
+        rows = np.flatnonzero(np.isin(ids, experts).any(1)).astype(np.int32)
+        at = torch.from_numpy(rows.astype(np.int64)).to(x.x.device)
+        inputs = np.ascontiguousarray(x.x.index_select(0, at).float().cpu().numpy())
+        gates = np.ascontiguousarray(weights.index_select(0, at).cpu().numpy())
+        lists = cpu_list(ids[rows], experts)
         s.prefill_cpu_experts += len(lists[0])
 
-        def run() -> F32:
+        def run() -> tuple[I32, F32]:
             y = np.empty((len(inputs), spec.weights.down.n), np.float32)
             s.worker.compute(s.index[spec.layer], inputs, gates, *lists, y)
-            return y
+            return rows, y
 
         return self._pool.submit(run)
 

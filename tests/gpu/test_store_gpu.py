@@ -1,6 +1,10 @@
 """The cached store on a CUDA device, decode captured: the same answers for every placement, and a watchdog that
-releases a waiting GPU. The resident store is the oracle (tests/experts/test_store.py has the same under the
-interpreter, with prefill's modes)."""
+releases a waiting GPU. The resident store is the oracle (tests/experts/test_expert_store.py has the same under the
+interpreter, with prefill's modes).
+
+Why not 1e-6 over all tokens: activations are rounded to 8 bits and random routers have near ties, so one unit in the
+last place of a norm's weights moves this model's 40 tokens by up to 9e-5 on the CPU executor alone (5 of 12 trials
+above 1e-6). A wrong expert moves every token by 1e-2."""
 
 from __future__ import annotations
 
@@ -30,6 +34,12 @@ TOKENS = [int(t) for t in np.random.default_rng(0).integers(3, 300, 40)]
 
 def nmse(got: F32, want: F32) -> float:
     return float(((got - want) ** 2).sum() / (want**2).sum())
+
+
+def same(got: F32, want: F32) -> bool:
+    """Half of the tokens equal to 1e-6, and all together to what a near tie in routing may do."""
+    each = [nmse(got[i], want[i]) for i in range(len(want))]
+    return float(np.median(each)) < 1e-6 and nmse(got, want) < 1e-3
 
 
 def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
@@ -72,7 +82,7 @@ def test_captured_decode_is_the_same_for_every_placement(
     store = executor.store
     store.force_split(*split)
     before = store.statistics().sum(0)
-    assert nmse(decode(executor), want) < 1e-6
+    assert same(decode(executor), want)
     total = store.statistics().sum(0) - before
     assert total[Stat.EXPERTS] == len(TOKENS) * 4 * 8
     assert total[Stat.HITS] + total[Stat.FILLS] + total[Stat.CPU] == total[Stat.EXPERTS]
@@ -105,7 +115,7 @@ def test_a_resize_gives_memory_back_and_keeps_the_answer(path: Path, want: F32) 
     store = executor.store
     for slots in (16, 100):
         store.resize(2 * store.ring.half + slots * max(s.slot_bytes for s in store.order))
-        assert nmse(decode(executor), want) < 1e-6
+        assert same(decode(executor), want)
     store.close()
 
 

@@ -1,0 +1,42 @@
+"""`ftgguf bench bw` without a device: the CPU's side of each type, stored, and found again by what `serve` asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+if torch.cuda.is_available():
+    pytest.skip("with a device the other side is measured too (tests/gpu)", allow_module_level=True)
+
+from compat.synth import make  # noqa: E402
+from ftgguf.bench import bw  # noqa: E402
+from ftgguf.experts.measure import stored_costs  # noqa: E402
+
+
+def test_the_cpu_side_is_measured_and_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    types = {"*.1.ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
+    path = make("qwen3moe", tmp_path / "m.gguf", types=types, n_layer=2)
+    assert bw.main(["-m", str(path), "--seconds", "0.02", "-t", "1", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert set(record["types"]) == {"Q4_K", "Q4_K+Q6_K"}
+    for m in record["types"].values():
+        assert m["rates"]["fill"] == 0
+        assert m["rates"]["cpu"] > 1e6
+    costs = stored_costs(torch.device("cpu"), 1)
+    assert costs.measured
+    assert costs.bandwidths("Q4_K").cpu == record["types"]["Q4_K"]["rates"]["cpu"]
+    other = stored_costs(torch.device("cpu"), 7)
+    assert not other.measured
+    assert "threads was 1, is 7" in other.source
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("qwen3", tmp_path / "dense.gguf", n_layer=1)
+    assert bw.main(["-m", str(path)]) == 1
+    assert "no routed experts" in capsys.readouterr().err
