@@ -64,7 +64,7 @@ def start(link: Link) -> Engine | None:
         engine = load(config, progress)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)
-        link.finish([m.Fatal(message=str(error) or type(error).__name__)])
+        link.finish([m.Fatal(message=_line(error))])
         return None
     gc.collect()
     gc.freeze()  # the loaded model's objects need no more visits
@@ -84,6 +84,11 @@ def set_priority(level: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, NICE[level])
     except OSError as error:
         log.warning("--prio %d is without effect: %s", level, error)
+
+
+def _line(error: BaseException) -> str:
+    """The error as text that can be sent: a damaged file's names may hold what UTF-8 cannot."""
+    return (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
 
 
 def serve(engine: Engine, link: Link) -> int:

@@ -101,7 +101,11 @@ class Keys:
 
 
 def read_numbers(gguf: GGUFFile) -> Numbers:
-    """The numbers of a decoder file; raises ModelError."""
+    """The numbers of a decoder file; raises ModelError. An architecture we do not know is refused before its keys,
+    whose names and meaning would be guesses."""
+    from ftgguf.models.registry import family
+
+    family(gguf.architecture, str(gguf.path))
     keys = Keys(gguf)
     n_all = keys.integer("block_count", low=1, high=4096)
     n_layer = n_all - keys.integer("nextn_predict_layers", 0, high=n_all - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ftgguf.flags.config import ContextConfig
+from ftgguf.gguf.errors import shown
 from ftgguf.layers.params import Decoder
 from ftgguf.models import glm4moe, granite, llama, qwen3
 from ftgguf.models.config import ModelError, Numbers
@@ -25,5 +26,6 @@ def family(architecture: str, path: str = "") -> Build:
     """The builder of `architecture`; raises ModelError with its name and the list of those we know."""
     if architecture not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{path}: unknown model architecture '{architecture}'; ftgguf runs: {known}")
+        architecture = shown(architecture)
+        raise ModelError(f"{path}: unknown model architecture {architecture}; ftgguf runs: {known}")
     return FAMILIES[architecture]

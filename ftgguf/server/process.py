@@ -209,9 +209,10 @@ def install_signals(server: uvicorn.Server) -> None:
     def leave() -> None:
         if server.should_exit:
             os._exit(130)  # the engine sees its socket close and leaves too
-        print("stopping; once more to leave at once", file=sys.stderr, flush=True)
         AppStatus.should_exit = True  # ends running streams
         server.should_exit = True
+        with contextlib.suppress(OSError, ValueError):  # nobody may be reading our log any more
+            print("stopping; once more to leave at once", file=sys.stderr, flush=True)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, leave)

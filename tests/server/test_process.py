@@ -123,3 +123,16 @@ def test_faults_at_start_are_one_line(flags: tuple[str, ...], message: str) -> N
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_stops_although_nobody_reads_its_log(tmp_path: Path) -> None:
+    """`ftgguf serve ... 2>&1 | head` once left a server that no signal could stop: the farewell line raised first."""
+    command = [sys.executable, "-m", "ftgguf", "serve", "-m", "stories", "-t", "1", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Talk to it" in line:
+            break
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
