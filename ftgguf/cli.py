@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from ftgguf import __version__
 
-OPENMP_SPINS = "1000"
+OPENMP_SPINS = "20000"
 """See `_calm_openmp`."""
 
 USAGE = """usage: ftgguf COMMAND ...
@@ -77,11 +77,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _calm_openmp() -> None:
-    """Let ggml's OpenMP workers spin 1,000 rounds at a barrier before they sleep, unless the user says otherwise.
+    """Let ggml's OpenMP workers spin 20,000 rounds at a barrier before they sleep, unless the user says otherwise.
 
     libgomp reads this when it is loaded, so it comes first, and the engine process inherits it. Its default of 300,000
-    rounds burns whole time slices as soon as anything else wants a core: on two busy cores the demo decoded under 1
-    token/s with it and 8.7 with this, and on two idle cores 54 with either (2026-11-30).
+    rounds burns whole time slices as soon as anything else wants a core, and decoding nearly stops. The demo's decode
+    step on two idle cores: 30 ms at 1,000 rounds, 26 at 20,000, 26 at 300,000 (2026-11-30, docs/measurements/cpu.md).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", OPENMP_SPINS)
