@@ -37,9 +37,9 @@ def nmse(got: F32, want: F32) -> float:
 
 
 def same(got: F32, want: F32) -> bool:
-    """Half of the tokens equal to 1e-6, and all together to what a near tie in routing may do."""
-    each = [nmse(got[i], want[i]) for i in range(len(want))]
-    return float(np.median(each)) < 1e-6 and nmse(got, want) < 1e-3
+    """Placement does not change the answer: NMSE 1e-6 over all tokens. One configuration (32 slots, mixed) gave 6e-5 on
+    an H200 (docs/measurements/offload.md); until that is explained, it is to fail here."""
+    return nmse(got, want) < 1e-6
 
 
 def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
