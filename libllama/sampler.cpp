@@ -152,7 +152,10 @@ void SamplerChain::build(const ChainParams &p) {
         add(llama_sampler_init_logit_bias(vocab_->size(), std::int32_t(biases.size()), biases.data()));
     }
     std::vector<Token> biased;
-    for (const auto &bias : biases) biased.push_back(bias.token);
+    for (const auto &bias : biases) {
+        biased.push_back(bias.token);
+        if (bias.bias == -INF) forbidden_.push_back(bias.token);
+    }
     plan(p, std::move(biased));
     if (p.mirostat != 0) {
         add(llama_sampler_init_temp(p.temperature));
@@ -266,14 +269,24 @@ Token SamplerChain::sample(const float *logits, const std::int32_t *ids, std::si
     llama_sampler_apply(chain_, &view);
     if (view.selected < 0 || std::size_t(view.selected) >= view.size) throw NoCandidate("the samplers chose no token");
     const llama_token_data chosen = view.data[view.selected];
-    // Where nothing is left, libllama's dist takes the last candidate; a forbidden token must not come out.
-    if (!(chosen.p >= 0) || chosen.logit == -INF) {
+    // Where nothing is left, libllama's dist takes the last candidate; a forbidden token must not come out. One that
+    // only the samplers brought down (temperature 0, then XTC with threshold 0) may, as it does in llama-server.
+    const bool brought_down = chosen.logit == -INF;
+    if (brought_down ? forbidden(chosen.id, logits, ids, n, mask) : !(chosen.p >= 0)) {
         throw NoCandidate("no token is left to choose from: logit_bias, grammar and samplers forbid all of them");
     }
     data_ = view.data;
-    size_ = view.size;
-    chosen_p_ = chosen.p;
+    size_ = brought_down ? 0 : view.size;  // no probabilities: libllama's are 0/0
+    chosen_p_ = brought_down ? 1.0f : chosen.p;
     return chosen.id;
+}
+
+bool SamplerChain::forbidden(Token id, const float *logits, const std::int32_t *ids, std::size_t n,
+                             const std::uint32_t *mask) const {
+    if (mask != nullptr && (mask[id >> 5] >> (id & 31) & 1) == 0) return true;
+    if (std::find(forbidden_.begin(), forbidden_.end(), id) != forbidden_.end()) return true;
+    const auto at = ids == nullptr ? std::ptrdiff_t(id) : std::find(ids, ids + n, id) - ids;
+    return logits[at] == -INF;
 }
 
 void SamplerChain::fill(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask) {

@@ -73,12 +73,16 @@ class SamplerChain {
     void plan(const ChainParams &params, std::vector<Token> biased);
     bool shortlist(const float *logits, std::size_t n);
     void fill(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask);
+    // Whether logits, mask or logit_bias rule `id` out before any sampler runs; the arguments are sample's.
+    bool forbidden(Token id, const float *logits, const std::int32_t *ids, std::size_t n,
+                   const std::uint32_t *mask) const;
     void build(const ChainParams &params);
     void add_named(const std::string &name, const ChainParams &params, bool &adaptive);
 
     std::shared_ptr<const Vocab> vocab_;
     llama_sampler *chain_ = nullptr;
     Shortcut shortcut_;
+    std::vector<Token> forbidden_;  // by a logit_bias of minus infinity
     std::vector<Token> history_;  // a ring of the last `window` accepted tokens
     std::size_t accepted_ = 0;
     std::vector<llama_token_data> all_;

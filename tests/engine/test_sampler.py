@@ -158,6 +158,9 @@ CASES = {
     "min_keep": SamplingParams(seed=9, min_keep=6, top_p=0.1, min_p=0.9),
     "no truncation": SamplingParams(seed=10, samplers=("temperature",), temperature=1.4),
     "empty chain": SamplingParams(seed=11, samplers=()),
+    "xtc after greedy": SamplingParams(
+        seed=7, temperature=0.0, top_k=0, xtc_probability=1.0, xtc_threshold=0.0, samplers=("temperature", "xtc")
+    ),
     "odd order": SamplingParams(seed=12, samplers=("min_p", "temperature", "top_k", "penalties", "top_p")),
     "twice": SamplingParams(seed=12, samplers=("top_k", "temperature", "temperature", "top_k")),
     "mirostat 1": SamplingParams(seed=13, mirostat=1, mirostat_tau=3.0),
