@@ -46,7 +46,7 @@ test: lint
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: lint $(VENV)/.clients
-	$(BIN)/python -m pytest
+	FTGGUF_HYPOTHESIS=random $(BIN)/python -m pytest
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

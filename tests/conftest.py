@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from compat import amx
@@ -17,6 +18,11 @@ if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 amx.avoid_if_broken()  # before any test loads libllama into this process
+
+# `make test` says the same of a commit every time; `make test-all` and FTGGUF_HYPOTHESIS=random look for new cases
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("random", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("FTGGUF_HYPOTHESIS", "same"))
 
 DENSE = Path(__file__).parent / "data" / "stories260K.gguf"
 
