@@ -205,6 +205,11 @@ void SamplerChain::add_named(const std::string &name, const ChainParams &p, bool
 void SamplerChain::plan(const ChainParams &p, std::vector<Token> biased) {
     Shortcut made;
     made.biased = std::move(biased);
+    // libllama's bias finds a token at its own place in the whole vocabulary as often as it is named, and only once
+    // in a list that leaves tokens out
+    std::vector<Token> sorted = made.biased;
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) return;
     if (p.mirostat != 0 || made.biased.size() > MAX_MODIFIED) return;
     for (const auto &name : p.samplers) {
         if (name == "top_k" && p.top_k > 0) {

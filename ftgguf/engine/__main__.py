@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         link.send([engine.ready()])
         return serve(engine, link)
     except LinkClosed as closed:
-        log.info("%s", closed)
+        log.debug("%s", closed)
         return 0
 
 

@@ -37,6 +37,7 @@ MAX_FRAME = 1 << 30
 ENGINE_COMMAND = (sys.executable, "-m", "ftgguf.engine")
 EXIT_GRACE_S = 10.0
 """How long a dead or closing engine may take to leave before it is killed."""
+STOPPING = "the server is shutting down"
 MAX_FAILED_STARTS = 3
 """Consecutive starts that never became ready before the client gives up."""
 
@@ -123,6 +124,7 @@ class EngineClient:
         self.loading = m.Loading(stage="starting", fraction=0.0)
         self.failure = ""
         self.restarts = 0
+        self._refusing = False
         self.last_used = time.monotonic()
         self._carried: dict[str, float] = {}
         """Counters of the engines that were put to sleep."""
@@ -188,6 +190,16 @@ class EngineClient:
             return dict(self._carried)
         return merge_counters(self._carried, await self.control("metrics", reset=True))
 
+    def refuse(self) -> None:
+        """The server is about to stop: running requests end in an error now, and new ones are refused."""
+        self._refusing = True
+        running = set(self._streams)
+        streams = dict(self._streams)
+        self.release(running)
+        for id, stream in streams.items():
+            error = unavailable(STOPPING)
+            stream.push(m.Failed(id=id, code=error.code, type=error.type, message=error.message))
+
     async def stop(self) -> None:
         """Close the socket, wait for the process to leave, kill it if it does not."""
         self.state = "stopped"
@@ -196,7 +208,7 @@ class EngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
         await self._end_process()
-        self._fail_all("the server is shutting down")
+        self._fail_all(STOPPING)
 
     async def _supervise(self) -> None:
         failed_starts = 0
@@ -329,6 +341,8 @@ class EngineClient:
 
     def open(self, requests: Sequence[m.Generate]) -> RequestStream:
         """Send `requests`; their messages arrive in the stream. 503 while there is no engine."""
+        if self._refusing:
+            raise unavailable(STOPPING)
         if self.state != "ready":
             raise unavailable("Loading model" if self.state == "loading" else self.failure or "the engine is stopped")
         self.last_used = time.monotonic()

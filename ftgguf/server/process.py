@@ -12,14 +12,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import uvicorn
-from sse_starlette.sse import AppStatus
 from starlette.types import ASGIApp
 
 from ftgguf import logs
@@ -156,7 +155,7 @@ def http_server(http: HttpConfig, app: ASGIApp) -> uvicorn.Server:
 async def _serve(state: ServerState, app: ASGIApp, listeners: list[Listener]) -> int:
     http = state.config.http
     server = http_server(http, app)
-    install_signals(server)
+    install_signals(server, state.engine.refuse)
     await state.engine.start()
     serving = asyncio.create_task(server.serve(sockets=[listener.socket for listener in listeners]))
     starting = asyncio.create_task(_announce(state, listeners))
@@ -202,15 +201,18 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
     return True
 
 
-def install_signals(server: uvicorn.Server) -> None:
-    """The first SIGINT or SIGTERM has `server` end in order, the second ends the process."""
+def install_signals(server: uvicorn.Server, end_streams: Callable[[], None]) -> None:
+    """The first SIGINT or SIGTERM has `server` end in order, the second ends the process.
+
+    `end_streams` gives every running answer its last event, an error.
+    """
     loop = asyncio.get_running_loop()
 
     def leave() -> None:
         if server.should_exit:
             os._exit(130)  # the engine sees its socket close and leaves too
-        AppStatus.should_exit = True  # ends running streams
         server.should_exit = True
+        end_streams()
         with contextlib.suppress(OSError, ValueError):  # nobody may be reading our log any more
             print("stopping; once more to leave at once", file=sys.stderr, flush=True)
 

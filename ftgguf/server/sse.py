@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any, TypeVar
 
-from sse_starlette import EventSourceResponse
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import Send
 
 from ftgguf.server.wire import dumps
 
@@ -27,12 +28,27 @@ def event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + dumps(value) + b"\n\n"
 
 
-class EventStream(EventSourceResponse):
-    """A stream of ready-made bytes with llama-server's headers; pings come from the content, not from a timer."""
+class EventStream(StreamingResponse):
+    """A stream of ready-made bytes with llama-server's headers; pings come from the content, not from a timer.
+
+    The content is closed as soon as the client is gone, so that its sequence is cancelled then.
+    """
 
     def __init__(self, content: AsyncIterator[bytes]) -> None:
-        super().__init__(content, ping=0)
+        super().__init__(content)
         self.raw_headers = [(b"x-accel-buffering", b"no"), (b"content-type", b"text/event-stream")]
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for chunk in self.body_iterator:
+                if chunk:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        finally:
+            close = getattr(self.body_iterator, "aclose", None)
+            if close is not None:
+                await close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class Disconnected(Exception):

@@ -196,6 +196,11 @@ def test_a_large_vocabulary() -> None:
     )
 
 
+def test_a_token_biased_twice_is_biased_twice() -> None:
+    """As llama-server does with `[[id, 3], [id, 3]]`, on the short way too."""
+    agree(SamplingParams(temperature=0.0, top_k=1, logit_bias=((7, 3.0), (7, 3.0), (9, 5.5))), "gpt-2")
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.builds(
