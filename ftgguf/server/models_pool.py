@@ -36,6 +36,7 @@ class Engine(Protocol):
     state: str
     loading: Loading
 
+    def refuse(self) -> None: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     async def wait_ready(self) -> Any: ...
@@ -135,7 +136,7 @@ class Pool:
         self._instances: dict[str, Instance] = {}
         self._turn = asyncio.Lock()  # fair: waiters get it in the order of their asking
         self._freed = asyncio.Event()
-        self._readers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._readers: set[asyncio.Queue[dict[str, Any] | None]] = set()
         self._closed = False
 
     # -------------------------------------------------------------------------------------------------- looking
@@ -372,6 +373,14 @@ class Pool:
                 await asyncio.sleep(0.02)
         return True
 
+    def refuse(self) -> None:
+        """The server is about to stop: running requests end in an error now, new ones are refused."""
+        self._closed = True
+        for instance in self._instances.values():
+            if instance.started is not None:
+                instance.started.engine.refuse()
+        self._tell(None)
+
     async def close(self) -> None:
         """Unload everything, whatever runs."""
         self._closed = True
@@ -392,18 +401,21 @@ class Pool:
         message: dict[str, Any] = {"model": model, "event": event}
         if data is not None:
             message["data"] = data
+        self._tell(message)
+
+    def _tell(self, message: dict[str, Any] | None) -> None:
         for queue in self._readers:
             if queue.full():
                 queue.get_nowait()
             queue.put_nowait(message)
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """What is published from now on."""
-        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(MAX_EVENTS)
+        """What is published from now on, until the server is about to stop."""
+        queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(MAX_EVENTS)
         self._readers.add(queue)
         try:
-            while True:
-                yield await queue.get()
+            while (message := await queue.get()) is not None:
+                yield message
         finally:
             self._readers.discard(queue)
 

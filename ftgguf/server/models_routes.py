@@ -232,8 +232,12 @@ async def _event_bytes(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[b
             waiting = waiting or asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
             done, _ = await asyncio.wait({waiting}, timeout=PING_S)
             if done:
-                yield data(waiting.result())
-                waiting = None
+                finished, waiting = waiting, None
+                try:
+                    message = finished.result()
+                except StopAsyncIteration:
+                    return
+                yield data(message)
             else:
                 yield PING
     finally:

@@ -72,7 +72,7 @@ def build_router(config: ServerConfig, catalog: Catalog, memory: Memory | None =
 async def _serve(config: ServerConfig, catalog: Catalog, listeners: list[Listener]) -> int:
     app, host = build_router(config, catalog)
     server = http_server(config.http, app)
-    install_signals(server)
+    install_signals(server, host.pool.refuse)
     text = "\n".join((block(catalog, config, [listener.url for listener in listeners]), example(catalog, listeners)))
     if config.log.jsonl:  # standard output is for objects then
         log.info("%s", text)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,10 +24,10 @@ CODE = "import sys; from ftgguf.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 @contextmanager
-def serve(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serve(*flags: str, stderr: int = subprocess.DEVNULL) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """(process, address, start-up text) of a server that is ready."""
     command = [sys.executable, "-c", CODE, "serve", "-m", str(MODEL), "-c", "512", "-np", "2", "-t", "1", *flags]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None
     try:
         lines = []
@@ -74,6 +75,35 @@ def test_start_answer_restart_and_leave() -> None:
         assert process.wait(15) == 0
         _, alive = psutil.wait_procs([engine], 10)
         assert not alive
+
+
+ENDLESS = 1_000_000
+STREAMS: list[tuple[str, dict[str, Any], str]] = [
+    ("/completion", {"prompt": "Once", "n_predict": ENDLESS}, "data: {"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": ENDLESS}, "data: {"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": ENDLESS}, "event: error"),
+    ("/v1/responses", {"input": "Hi", "max_output_tokens": ENDLESS}, "event: response.failed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "last"), STREAMS)
+def test_a_signal_ends_a_running_stream_with_an_error(path: str, body: dict[str, Any], last: str) -> None:
+    """The last event says why, the connection ends in order, and nothing about it is in the log."""
+    flags = ("--port", "0", "--context-shift")
+    with serve(*flags, stderr=subprocess.PIPE) as (process, url, _), httpx.Client(base_url=url, timeout=30) as h:
+        request = body | {"stream": True, "ignore_eos": True}
+        lines: list[str] = []
+        with h.stream("POST", path, json=request) as response:
+            for line in response.iter_lines():
+                if line and len(lines) == 8:
+                    process.send_signal(signal.SIGTERM)
+                lines += [line] if line else []
+        error = lines[-2] + "\n" + lines[-1]
+        assert error.rpartition(last)[1], lines[-2:]
+        assert "shutting down" in lines[-1]
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read().splitlines() == ["stopping; once more to leave at once"]
 
 
 def test_a_second_signal_leaves_at_once() -> None:
