@@ -147,6 +147,23 @@ def _flash_attention(value: str) -> Any:
     return getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{name}")
 
 
+def _pooling(value: str) -> Any:
+    import xllamacpp
+
+    return getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{value.upper()}")
+
+
+def _adapter(params: Any, value: str, scale: float = 1.0) -> None:
+    import xllamacpp
+
+    params.lora_adapters = [*params.lora_adapters, xllamacpp.CommonAdapterLoraInfo(value, scale)]
+
+
+def _scaled_adapter(params: Any, value: str) -> None:
+    path, _, scale = value.rpartition(":")
+    _adapter(params, path, float(scale))
+
+
 _VALUES: dict[str, Callable[[Any, str], None]] = {
     flag: _setter(path, convert)
     for flags, path, convert in (
@@ -177,10 +194,12 @@ _VALUES: dict[str, Callable[[Any, str], None]] = {
         ("--cache-ram", "cache_ram_mib", int),
         ("--threads-http", "n_threads_http", int),
         ("--reasoning-budget", "sampling.reasoning_budget_tokens", int),
+        ("--pooling", "pooling_type", _pooling),
+        ("--embd-normalize", "embd_normalize", int),
         ("-sps --slot-prompt-similarity", "slot_prompt_similarity", float),
     )
     for flag in flags.split()
-}
+} | {"--lora": _adapter, "--lora-scaled": _scaled_adapter}
 _SWITCHES: dict[str, tuple[str, bool]] = {
     "--props": ("endpoint_props", True),
     "--metrics": ("endpoint_metrics", True),
@@ -192,7 +211,9 @@ _SWITCHES: dict[str, tuple[str, bool]] = {
     "--no-context-shift": ("ctx_shift", False),
     "--jinja": ("use_jinja", True),
     "--no-jinja": ("use_jinja", False),
+    "--embedding": ("embedding", True),
     "--embeddings": ("embedding", True),
+    "--lora-init-without-apply": ("lora_init_without_apply", True),
     "--no-warmup": ("warmup", False),
     "--cache-prompt": ("cache_prompt", True),
     "--no-cache-prompt": ("cache_prompt", False),
@@ -217,7 +238,9 @@ def _params(model: str, args: Sequence[str]) -> Any:
     rest = list(args)
     while rest:
         flag = rest.pop(0)
-        if flag in _SWITCHES:
+        if flag in ("--rerank", "--reranking"):
+            params.embedding, params.pooling_type = True, _pooling("rank")
+        elif flag in _SWITCHES:
             setattr(params, *_SWITCHES[flag])
         elif flag in _VALUES and rest:
             _VALUES[flag](params, rest.pop(0))
