@@ -107,7 +107,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 def serve(argv: list[str]) -> int:
     """`ftgguf serve`: everything that llama-server's command line can say."""
-    from ftgguf.flags import ActionRequested, CacheListRequested, FlagError, parse_server
+    from ftgguf.flags import ActionRequested, CacheListRequested, FlagError, ListDevicesRequested, parse_server
     from ftgguf.pull.commands import model_table
     from ftgguf.pull.layers import NO_EXTRAS
     from ftgguf.pull.resolve import DemoError, NameResolutionError, served_with_bar
@@ -123,6 +123,11 @@ def serve(argv: list[str]) -> int:
             config, extras = served_with_bar(config)
     except CacheListRequested:
         print("\n".join(model_table(Store(None))))
+        return 0
+    except ListDevicesRequested:
+        from ftgguf.engine.devices import listing
+
+        print(listing())
         return 0
     except ActionRequested as action:
         print(action.text)
