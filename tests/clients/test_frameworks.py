@@ -5,11 +5,13 @@ They come with the extra `clients`, which `make test-all` installs.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 pytestmark = pytest.mark.slow
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else importing it asks the network for prices
 
 ANSWER = "Hello there, na\u00efve \u2615."
 
