@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from ftgguf.chat.notation import gemma_rules, python_rules
 from ftgguf.chat.tools import MARKUP, NAMED, TAGGED
+from ftgguf.chat.tools.literals import QUOTE
 from ftgguf.chat.tools.named_json import NamedFormat
 from ftgguf.chat.tools.tagged_args import MarkupFormat
 from ftgguf.chat.tools.tagged_json import TaggedFormat
@@ -163,6 +165,17 @@ def _markup(format: MarkupFormat, tools: list[dict[str, Any]], lit: Literals) ->
     return [f"calls: {section}{lit(format.open)} name{end} REST", f"name: {names}", _SPACE, "REST: /(?s:.*)/"]
 
 
+def _functionary(tools: list[dict[str, Any]], parallel: bool) -> list[str]:
+    """`NAME`, a line break and JSON; the prompt ends in the first call's `>>>`."""
+    names, rules = [], []
+    for index, tool in enumerate(tools):
+        names.append(f"call_{index}")
+        rules.append(f"call_{index}: {json.dumps(tool['function']['name'] + chr(10))} args_{index}")
+        rules.append(f"args_{index}: {_json_rule(_arguments_schema(tool))}")
+    more = ' (SPACE ">>>" one)*' if parallel else ""
+    return [f"calls: one{more}", "one: " + " | ".join(names), *rules, _SPACE]
+
+
 def _harmony(tools: list[dict[str, Any]], lit: Literals) -> list[str]:
     calls, rules = [], []
     for index, tool in enumerate(tools):
@@ -255,6 +268,12 @@ def _calls(
     if format in TAGGED:
         tagged = TAGGED[format]
         return _tagged(tagged, tools, lit, parallel), tagged.open[:1]
+    if format == "gemma4":
+        return gemma_rules(tools, lit, lit.is_token(QUOTE), parallel), ("<|tool_call>",)
+    if format == "lfm2":
+        return python_rules(tools, lit, parallel), ("<|tool_call_start|>",)
+    if format == "functionary" and required:
+        return _functionary(tools, parallel), ()
     if format in NAMED:
         named = NAMED[format]
         return _named(named, tools, lit, parallel), (named.sections or named.open)[:1]

@@ -170,7 +170,8 @@ FUNCTIONARY = Dialect(
     (), (">>>all",),
 )  # fmt: skip
 KIMI_K2 = Dialect(
-    "kimi-k2", "kimi_k2", "<|im_assistant|>assistant<|im_middle|>", "<think>", "</think>", "", ("<think>", "</think>"),
+    "kimi-k2", "kimi_k2", "<|im_assistant|>assistant<|im_middle|>", "<think>", "</think>", "",
+    ("<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
      "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<think>", "</think>"),
 )  # fmt: skip

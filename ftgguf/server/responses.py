@@ -280,7 +280,7 @@ class ResponsesFormat:
 
     def finished(self, sequence: Sequence) -> bytes:
         out = self.started(sequence) + b"".join(map(self._delta, self._parser.finish())) + self._close()
-        response = self._response("completed", usage=_usage(sequence))
+        response = self._response("completed", usage=self._usage(sequence, self._parser.message.reasoning))
         return out + self._event("response.completed", response=response, timings=timings_json(sequence.timings))
 
     def error(self, error: ApiError) -> bytes:
@@ -319,18 +319,19 @@ class ResponsesFormat:
             "object": "response",
             "output": output,
             "status": "completed",
-            "usage": _usage(sequence),
+            "usage": self._usage(sequence, message.reasoning),
         }
 
-
-def _usage(sequence: Sequence) -> dict[str, Any]:
-    return {
-        "input_tokens": sequence.prompt_n,
-        "output_tokens": sequence.predicted_n,
-        "total_tokens": sequence.prompt_n + sequence.predicted_n,
-        "input_tokens_details": {"cached_tokens": sequence.cached},
-        "output_tokens_details": {"reasoning_tokens": 0},
-    }
+    def _usage(self, sequence: Sequence, thinking: str) -> dict[str, Any]:
+        """llama-server's counts, and OpenAI's `reasoning_tokens`: those of the thinking's text, without its tags."""
+        thought = len(self._state.vocab.tokenize(thinking, parse_special=False)) if thinking else 0
+        return {
+            "input_tokens": sequence.prompt_n,
+            "output_tokens": sequence.predicted_n,
+            "total_tokens": sequence.prompt_n + sequence.predicted_n,
+            "input_tokens_details": {"cached_tokens": sequence.cached},
+            "output_tokens_details": {"reasoning_tokens": thought},
+        }
 
 
 async def post_responses(request: Request) -> Response:

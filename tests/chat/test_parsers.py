@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftgguf.chat.dialects import HARMONY, Dialect
+from ftgguf.chat.dialects import HARMONY, KIMI_K2, Dialect
 from ftgguf.chat.parser import ChatDelta, OutputParser
 from ftgguf.chat.reasoning import ReasoningParser, thinking_is_open
 from ftgguf.chat.request import ChatPlan
@@ -198,3 +198,14 @@ def test_harmony_turns() -> None:
     parser.feed("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello<|return|>")
     parser.finish()
     assert (parser.message.reasoning, parser.message.content) == ("Hm.", "Hello")
+
+
+def test_kimi_calls_without_closing_its_thinking() -> None:
+    """llama.cpp's note on the model: it may begin a call inside its thinking; the marker ends that."""
+    call = "<|tool_call_begin|>functions.run:0<|tool_call_argument_begin|>" + '{"n": 1}<|tool_call_end|>'
+    for opening in ("<|tool_calls_section_begin|>", ""):
+        parser = ChatPlan("", "<think>", KIMI_K2, tools=TOOLS, thinking_open=True).parser()
+        feed_by_character(parser, "Run it." + opening + call)
+        assert parser.message.reasoning == "Run it."
+        assert (parser.message.content, calls(parser)) == ("", [("run", {"n": 1})])
+        assert parser.message.tool_calls[0].id == "functions.run:0"

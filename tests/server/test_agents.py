@@ -268,6 +268,7 @@ def test_responses(thinking: Front) -> None:
     assert call["id"].startswith("fc_")
     assert call["call_id"].startswith("call_")
     assert out["usage"]["total_tokens"] == out["usage"]["input_tokens"] + out["usage"]["output_tokens"]
+    assert out["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Need it.\n")}
 
 
 def test_response_events(thinking: Front) -> None:
@@ -287,6 +288,7 @@ def test_response_events(thinking: Front) -> None:
     final = events[-1]["response"]
     assert [item["type"] for item in final["output"]] == ["reasoning", "message", "function_call"]
     assert final["usage"]["output_tokens"] == len(ANSWER)
+    assert final["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Need it.\n")}
     text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
     assert text == final["output"][1]["content"][0]["text"] == "Let me look.\n"
 
