@@ -1,20 +1,13 @@
-"""The one exception of the GGUF reader, and how untrusted text is shown inside it."""
+"""The one exception of the GGUF reader."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_SHOWN = 80
-"""Characters of an untrusted name that an error message quotes."""
+from ftgguf.quoting import shown
 
-
-def shown(text: bytes | str) -> str:
-    """Quote untrusted text for a one-line message: control characters escaped, long text cut after 80 characters."""
-    if isinstance(text, bytes):
-        text = text[: 4 * _SHOWN].decode("utf-8", "backslashreplace")
-    cut = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-    return "'" + "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut) + "'"
+__all__ = ["GGUFError", "shown"]
 
 
 class GGUFError(ValueError):

@@ -20,15 +20,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.request import getproxies, proxy_bypass
 
-import httpcore
 import httpx
 
 from ftgguf import __version__
-from ftgguf.gguf.errors import shown
 from ftgguf.pull.errors import BadAnswer, Cancelled, Offline, PullError, Refused, Unreachable
+from ftgguf.quoting import shown
 
 T = TypeVar("T")
 
@@ -37,9 +36,6 @@ USER_AGENT = (
     f"ftgguf/{__version__} ({platform.machine()} {platform.system().lower()}) Python/{platform.python_version()}"
 )
 _AGAIN = frozenset((408, 425, 429, 500, 502, 503, 504))
-_DIRECT = 1 << 20
-"""Bytes from which a body is read past the HTTP parser."""
-_PIECE = 1 << 19
 _MAX_WAIT = 300.0
 """Seconds of `Retry-After` that are waited for; a longer wait is an error that names it."""
 
@@ -296,45 +292,6 @@ def read_limited(response: httpx.Response, limit: int, host: str) -> bytes:
     except httpx.TransportError as error:
         raise transport_failure(error, host) from None
     return bytes(body)
-
-
-def body_pieces(response: httpx.Response, stall: float) -> Iterator[bytes]:
-    """The body as it comes, not decoded; it may end early, which the caller must notice. Raises Failed.
-
-    A long body of known length is read from the network stream itself, once the parser has given out what it had
-    buffered with the headers: a third of the work per byte, at the price of the connection, which is closed after.
-    """
-    host = response.url.host
-    try:
-        pieces = response.iter_raw()
-        length = response.headers.get("content-length", "")
-        stream: Any = response.extensions.get("network_stream")
-        plain = response.http_version == "HTTP/1.1" and "transfer-encoding" not in response.headers
-        if stream is None or not plain or not length.isdecimal() or not _DIRECT <= int(length) < 1 << 60:
-            yield from pieces
-            return
-        first = next(pieces, b"")
-        yield first
-        left = int(length) - len(first)
-        while left > 0:
-            piece = stream.read(min(left, _PIECE), timeout=stall)
-            if not piece:
-                return
-            left -= len(piece)
-            yield piece
-    except httpx.TransportError as error:
-        raise transport_failure(error, host) from None
-    except httpcore.TimeoutException:
-        raise Failed("nothing came in time (stalled)") from None
-    except httpcore.NetworkError as error:
-        raise Failed(f"the connection broke ({error or type(error).__name__})") from None
-
-
-def socket_of(response: httpx.Response) -> socket.socket | None:
-    """The connection's socket, to be shut down from another thread."""
-    stream: Any = response.extensions.get("network_stream")
-    found = stream.get_extra_info("socket") if stream is not None else None
-    return found if isinstance(found, socket.socket) else None
 
 
 # -------------------------------------------------------------------------------------------------------- addresses

@@ -10,8 +10,8 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-from ftgguf.gguf.errors import shown
 from ftgguf.pull.errors import BadAnswer
+from ftgguf.quoting import shown
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 

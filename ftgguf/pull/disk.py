@@ -46,7 +46,7 @@ def flush(handle: int) -> None:
         os.fdatasync(handle)
 
 
-def write_at(handle: int, data: bytes, at: int) -> None:
+def write_at(handle: int, data: bytes | memoryview, at: int) -> None:
     """All of `data` at offset `at`. OSError when the disk is full."""
     view = memoryview(data)
     while view:

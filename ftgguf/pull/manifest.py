@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from ftgguf.gguf.errors import shown
 from ftgguf.pull.digest import Digest
 from ftgguf.pull.errors import BadAnswer, NameResolutionError, Unsupported
 from ftgguf.pull.names import check_subpath
 from ftgguf.pull.transfer import MAX_SIZE
+from ftgguf.quoting import shown
 
 MANIFEST_TYPE = "application/vnd.docker.distribution.manifest.v2+json"
 CONFIG_TYPE = "application/vnd.docker.container.image.v1+json"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftgguf.gguf.errors import shown
 from ftgguf.pull.errors import NameResolutionError
 from ftgguf.pull.layers import MACHINE_PARAMETERS, PARAMETERS, typed_parameter
+from ftgguf.quoting import shown
 
 _ROLES = ("system", "user", "assistant")
 

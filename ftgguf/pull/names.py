@@ -20,9 +20,9 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from ftgguf.gguf.errors import shown
 from ftgguf.pull.digest import Digest
 from ftgguf.pull.errors import NameResolutionError
+from ftgguf.quoting import shown
 
 DEFAULT_HOST = "registry.ollama.ai"
 DEFAULT_NAMESPACE = "library"

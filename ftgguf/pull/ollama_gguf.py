@@ -21,8 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ftgguf.gguf import GGUFError, GGUFFile, Shard, open_gguf
-from ftgguf.gguf.errors import shown
 from ftgguf.gguf.metadata import Override
+from ftgguf.quoting import shown
 
 _OLD, _NEW = "gptoss", "gpt-oss"
 _RENAMES = (

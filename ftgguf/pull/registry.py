@@ -14,7 +14,6 @@ from os import urandom
 import httpx
 import msgspec
 
-from ftgguf.gguf.errors import shown
 from ftgguf.pull import account
 from ftgguf.pull.client import Client, is_loopback
 from ftgguf.pull.errors import BadAnswer, NotFound, PullError, Refused, Unauthorized
@@ -30,6 +29,7 @@ from ftgguf.pull.manifest import (
 from ftgguf.pull.names import DEFAULT_HOST, OllamaName, StoredName
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.store import Entry
+from ftgguf.quoting import shown
 
 _MAX_JSON = 1 << 20
 _IGNORED = ("embed",)

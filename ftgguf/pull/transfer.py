@@ -23,7 +23,8 @@ from typing import NoReturn
 
 import httpx
 
-from ftgguf.pull.client import Client, Failed, body_pieces, host_of, socket_of
+from ftgguf.pull.body import body_pieces, socket_of
+from ftgguf.pull.client import Client, Failed, host_of
 from ftgguf.pull.digest import Digest, GitOid
 from ftgguf.pull.disk import Hasher, check_space, disk_error, flush, write_at
 from ftgguf.pull.errors import (
@@ -224,12 +225,12 @@ class Transfer:
                 raise self._failure
             if self._outer_cancelled():
                 raise Cancelled(f"{self.item.label}: cancelled, what came is kept")
-            if not working and spans.frontier == hashed:
+            if not working and spans.frontier < spans.total:
                 raise PullError(f"{self.item.label}: the download ended without its last bytes: try again")
             if len(threads) < self.client.options.connections and self._ranged.is_set():
                 self._start(threads, spans, handle, self._wanted(spans, begun) - len(threads))
             ready = min(spans.frontier - hashed, _READ)
-            if ready > 0:
+            if ready == _READ or hashed + ready == spans.total:
                 n = os.preadv(handle, [buffer[:ready]], hashed)
                 if n == 0:
                     raise PullError(f"{self.item.label}: the partial file was cut by another program: try again")
@@ -337,7 +338,7 @@ class Transfer:
             raise RangesIgnored
         raise Failed(f"another range came than was asked for ({response.headers.get('content-range', 'none')[:80]})")
 
-    def _chunks(self, response: httpx.Response) -> Iterator[bytes]:
+    def _chunks(self, response: httpx.Response) -> Iterator[bytes | memoryview]:
         """The body's pieces; Failed when the connection breaks, brings nothing, or next to nothing."""
         stall = self.client.options.stall
         window, came = time.monotonic(), 0
