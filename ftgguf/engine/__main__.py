@@ -61,6 +61,13 @@ def start(link: Link) -> Engine | None:
             load: Callable[..., Engine] = scripted.load_engine
         else:
             from ftgguf.engine.load import load_engine as load
+            from ftgguf.engine.load import open_model
+
+            if config.model.check_tensors:
+                from ftgguf.engine.check_tensors import check_tensors
+
+                with open_model(config) as gguf:
+                    check_tensors(gguf, progress)
         engine = load(config, progress)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
         log.debug("loading failed", exc_info=True)

@@ -83,7 +83,7 @@ FLAGS: tuple[Flag, ...] = (
           mode="append", shown="none",
           help="replace metadata of the file; types int, float, bool, str; comma-separated"),
     void("--check-tensors", to="model.check_tensors", tier="B",
-         note="block scales are checked for NaN and infinity while the file loads",
+         note="ggml's check of all values, before the file is loaded",
          help="look for invalid values in the weights"),
     value("--models-dir", hint="PATH", parse=v.existing_dir, to="model.models_dir", env=_ENV + "MODELS_DIR",
           group="server", tier="B", note="models are loaded on demand, one engine process each", shown="none",
