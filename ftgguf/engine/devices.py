@@ -28,6 +28,10 @@ _MEMORY_CLOCK, _BUS_WIDTH = 36, 37
 """CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE (kHz) and _GLOBAL_MEMORY_BUS_WIDTH (bits)."""
 
 
+PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""GB/s of one lane in one direction, by PCIe generation."""
+
+
 class DeviceError(ModelError):
     """A GPU was asked for and cannot be used: one line with the cause and the cure."""
 
@@ -55,6 +59,12 @@ class Device:
         """As llama.cpp's --list-devices prints a device."""
         free = self.total if self.free is None else self.free
         return f"{self.id}: {self.name} ({self.total // MIB} MiB, {free // MIB} MiB free)"
+
+
+def link_rate(link: tuple[int, int]) -> float:
+    """Bytes/s in one direction of a PCIe link of (generation, lanes); 0 for a generation that is not known."""
+    generation, lanes = link
+    return PCIE_GB_S.get(generation, 0.0) * lanes * 1e9
 
 
 @dataclass(frozen=True, slots=True)

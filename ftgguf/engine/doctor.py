@@ -17,9 +17,6 @@ from ftgguf.engine.memory import available_memory
 from ftgguf.flags.machine import read_machine
 
 GIB = 1 << 30
-PCIE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""GB/s of one lane in one direction, by PCIe generation."""
-
 Row = tuple[str, str]
 
 
@@ -69,7 +66,7 @@ def _link(device: devices.Device) -> str:
     if device.link is None:
         return "unknown (the management library does not say)"
     generation, lanes = device.link
-    text = f"PCIe {generation} x{lanes}, {PCIE_GB_S.get(generation, 0) * lanes:.1f} GB/s each way"
+    text = f"PCIe {generation} x{lanes}, {devices.link_rate(device.link) / 1e9:.1f} GB/s each way"
     if device.link_max is not None and device.link_max != device.link:
         text += f" (PCIe {device.link_max[0]} x{device.link_max[1]} under load at most)"
     return text

@@ -1,4 +1,4 @@
-"""`ftgguf plan FILE [flags]`: where each part of a model would go, and about how fast it would decode, before loading.
+"""`ftgguf plan MODEL [flags]`: where each part of a model would go, and about how fast it would decode, before loading.
 
 Takes the server's flags. Reads the file's header and this machine's figures; allocates nothing on a GPU.
 """
@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ftgguf.engine import devices
 from ftgguf.engine.fit import MIB, Fit, Parts, budget_of, fit, kv_bytes
+from ftgguf.engine.load_cached import CachePlan, plan_cache
 from ftgguf.engine.memory import available_memory
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.flags import ActionRequested, FlagError, parse_server
@@ -25,16 +26,24 @@ from ftgguf.gguf.reader import GGUFFile
 from ftgguf.layers.params import Moe
 from ftgguf.models.config import ModelError, Numbers, read_numbers
 from ftgguf.models.source import Use
+from ftgguf.pull.errors import Offline, PullError
 from ftgguf.pull.ollama_gguf import open_model
+from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
 
 GPU_SHARE = 0.7
 """Of a GPU's memory bandwidth that matrix-vector kernels reach on large matrices (docs/measurements/gpu.md)."""
 CPU_SHARE = 0.75
 """Of the measured read rate that ggml's products reach (docs/measurements/cpu.md)."""
+LINK_SHARE = 0.75
+"""Of the link's rate that copies of one expert reach: 47 of 63 GB/s (docs/measurements/offload.md)."""
 LAYER_SECONDS = 45e-6
 """A decode layer's launches at one row: 12 kernels that wait for each other, 3 to 4 us each (NVIDIA H200)."""
 STEP_SECONDS = 150e-6
 """A step's fixed cost: head, copy of the logits, host."""
+
+
+MISS_SECONDS = 35e-6
+"""A cached layer's residency kernel, doorbell, wait and merge (docs/measurements/offload.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +52,13 @@ class Speed:
 
     gpu: float
     cpu: float
+    misses: float = 0.0
+    """Experts that are not on the GPU: over the link and on the CPU at once."""
 
     @property
     def tokens(self) -> float:
         """Tokens a second."""
-        return 1.0 / (self.gpu + self.cpu)
+        return 1.0 / (self.gpu + self.cpu + self.misses)
 
 
 def active_bytes(found: Survey, layers: range, *, head: bool) -> int:
@@ -76,6 +87,31 @@ def predict(found: Survey, first: int, gpu_rate: float, cpu_rate: float) -> Spee
     return Speed(gpu, on_cpu / (CPU_SHARE * cpu_rate))
 
 
+def predict_cached(
+    found: Survey, slots: int, mode: str, gpu_rate: float, link_rate: float, cpu_rate: float
+) -> tuple[Speed, float]:
+    """Decode with every block on the GPU and `slots` bytes of it for experts, and the share of experts found there.
+
+    All experts equally likely, so that the share is the cache's part of the pool: the worst case. Of the misses each
+    path takes what makes both end together (FreeToken, equation of q*), or one path takes all by `mode`.
+    """
+    layers = range(len(found.model.blocks))
+    experts = [t for t in found.tensors.values() if t.use is Use.EXPERTS]
+    pool = sum(t.info.nbytes for t in experts)
+    routed = 0.0
+    for taken in experts:
+        ffn = found.model.blocks[taken.layer].ffn
+        if isinstance(ffn, Moe):
+            routed += taken.info.nbytes * ffn.router.top_k / ffn.router.experts
+    hits = min(1.0, slots / pool)
+    missed = routed * (1 - hits)
+    rates = {"offload": LINK_SHARE * link_rate, "cpu": CPU_SHARE * cpu_rate}
+    rate = rates.get(mode, sum(rates.values()))
+    read = active_bytes(found, layers, head=True) - missed
+    gpu = read / (GPU_SHARE * gpu_rate) + len(layers) * LAYER_SECONDS + STEP_SECONDS
+    return Speed(gpu, 0.0, missed / rate + (len(layers) * MISS_SECONDS if missed else 0.0)), hits
+
+
 def read_rate(threads: int, size: int = 48 * MIB) -> float:
     """Bytes/s that `threads` threads read from memory together: each sums `size` bytes of its own."""
     blocks = [np.ones(size // 8, np.int64) for _ in range(threads)]
@@ -87,17 +123,24 @@ def read_rate(threads: int, size: int = 48 * MIB) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Print the plan; returns the exit status."""
+    """Print the plan; returns the exit status. Nothing is fetched: a name must be on this disk (the demo is made)."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: ftgguf plan FILE [the server's flags]    where each part would go, and a predicted speed")
+        print("usage: ftgguf plan MODEL [the server's flags]    where each part would go, and a predicted speed")
         return 0 if argv else 1
     arguments = argv if argv[0].startswith("-") else ["-m", *argv]
     try:
         config = parse_server(arguments, os.environ)
+        if config.router:
+            raise NameResolutionError("which model? ftgguf plan MODEL")
+        config = config_with_bar(replace(config, model=replace(config.model, offline=True)))
         print("\n".join(lines(config)))
     except ActionRequested as action:
         print(action.text)
-    except (FlagError, GGUFError, ModelError, MemoryError) as error:
+    except Offline as error:
+        name = config.model.hf_repo or config.model.url or config.model.path
+        print(f"{str(error).split(', and ')[0]}: get it with 'ftgguf pull {name}'", file=sys.stderr)
+        return 1
+    except (FlagError, GGUFError, ModelError, MemoryError, PullError, NameResolutionError, DemoError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
@@ -119,22 +162,53 @@ def lines(config: ServerConfig, device: devices.Device | None = None, *, look: b
         return head + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
     free = device.total if device.free is None else device.free
     budget, source = budget_of(config, free)
+    cached = plan_cache(found, numbers, config, budget)
+    if cached is not None:
+        return head + _with_cache(config, found, device, cached, budget, source)
     chosen = fit(found, numbers, config, budget)
     if chosen.on_gpu == 0:
         return head + _on_cpu(config, gguf, numbers, found, "; ".join(chosen.lines))
     return head + _on_gpu(config, found, device, chosen, budget, source)
 
 
+def _with_cache(
+    config: ServerConfig, found: Survey, device: devices.Device, cached: CachePlan, budget: int, source: str
+) -> list[str]:
+    pool = sum(t.info.nbytes for t in found.tensors.values() if t.use is Use.EXPERTS)
+    text = [
+        *_parts(device, cached.fit.parts, cached.fit.n_cells, budget, source),
+        f"  all {cached.fit.n_layer} layers on the GPU; misses of the expert cache: "
+        + {"offload": "fetched over the link", "cpu": "run on the CPU"}.get(cached.mode, "fetched, or run on the CPU"),
+        f"host memory: {pool / MIB:.0f} MiB of experts, {available_memory() / MIB:.0f} MiB available",
+    ]
+    link = device.link_max or device.link
+    if device.bandwidth is None or link is None:
+        return [*text, "no prediction: the driver tells neither this GPU's memory clock nor its link"]
+    link_rate = devices.link_rate(link)
+    speed, hits = predict_cached(
+        found, cached.budget, cached.mode, device.bandwidth, link_rate, read_rate(config.cpu.threads)
+    )
+    return [
+        *text,
+        f"  {hits:.0%} of an equally likely choice of experts are found in the cache; real routing repeats itself and "
+        "finds more",
+        _speed_line(speed) + ", at least",
+    ]
+
+
+def _parts(device: devices.Device, p: Parts, n_cells: int, budget: int, source: str) -> list[str]:
+    rows = (
+        ("weights", p.weights), ("experts", p.experts), (f"KV of {n_cells} tokens", p.kv),
+        ("workspace", p.workspace), ("CUDA itself", p.context), ("together", p.total),
+    )  # fmt: skip
+    text = [f"{device.id} ({device.name}), {budget / MIB:.0f} MiB: {source}"]
+    return text + [f"  {name:24}{size / MIB:10.0f} MiB" for name, size in rows]
+
+
 def _on_gpu(
     config: ServerConfig, found: Survey, device: devices.Device, chosen: Fit, budget: int, source: str
 ) -> list[str]:
-    p: Parts = chosen.parts
-    text = [f"{device.id} ({device.name}), {budget / MIB:.0f} MiB: {source}"]
-    rows = (
-        ("weights", p.weights), ("experts", p.experts), (f"KV of {chosen.n_cells} tokens", p.kv),
-        ("workspace", p.workspace), ("CUDA itself", p.context), ("together", p.total),
-    )  # fmt: skip
-    text += [f"  {name:24}{size / MIB:10.0f} MiB" for name, size in rows]
+    text = _parts(device, chosen.parts, chosen.n_cells, budget, source)
     text.append(f"  layers {chosen.first} to {chosen.n_layer - 1} of {chosen.n_layer} on the GPU")
     if chosen.first:
         on_cpu = sum(
@@ -167,6 +241,7 @@ def _on_cpu(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, found: Surve
 def _speed_line(speed: Speed) -> str:
     parts = [f"GPU {1e3 * speed.gpu:.1f} ms"] if speed.gpu else []
     parts += [f"CPU {1e3 * speed.cpu:.1f} ms"] if speed.cpu else []
+    parts += [f"experts that are missing {1e3 * speed.misses:.1f} ms"] if speed.misses else []
     return f"predicted decode, one sequence: about {speed.tokens:.3g} tokens/s ({', '.join(parts)} a token)"
 
 

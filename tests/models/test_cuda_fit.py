@@ -185,6 +185,42 @@ def test_the_plan_names_places_and_a_speed(
     assert "/nowhere.gguf" in capsys.readouterr().err
 
 
+def test_a_model_larger_than_its_budget_is_planned_with_a_cache(model: tuple[Survey, Numbers, Path]) -> None:
+    """The same decision as loading: what `plan_cache` leaves to slots, not layers on the CPU."""
+    found, _numbers, path = model
+    asked = config("--moe-mode", "hybrid", "--expert-cache", "0", path=str(path))
+    device = replace(GPU, link=(4, 16), link_max=(4, 16), bandwidth=1e12)
+    text = "\n".join(plan.lines(asked, device, look=False))
+    assert "misses of the expert cache: fetched, or run on the CPU" in text
+    assert "0% of an equally likely choice" in text
+    pool = sum(t.info.nbytes for t in found.tensors.values() if t.use.value == "experts")
+    assert f"host memory: {pool / MIB:.0f} MiB of experts" in text
+    assert "at least" in text
+
+
+def test_misses_cost_what_both_paths_take_together(model: tuple[Survey, Numbers, Path]) -> None:
+    """A hand calculation: routed bytes, less the cached share, over the sum of both rates."""
+    found, numbers, _ = model
+    pool = sum(t.info.nbytes for t in found.tensors.values() if t.use.value == "experts")
+    routed = pool * numbers.top_k / numbers.n_expert
+    fixed = 4 * plan.MISS_SECONDS
+    speed, hits = plan.predict_cached(found, pool // 4, "hybrid", 1e12, 4e10, 2e10)
+    assert hits == pytest.approx(0.25, rel=1e-6)
+    assert speed.misses - fixed == pytest.approx(0.75 * routed / (0.75 * 4e10 + 0.75 * 2e10), rel=1e-4)
+    alone = plan.predict_cached(found, pool // 4, "cpu", 1e12, 4e10, 2e10)[0]
+    assert alone.misses - fixed == pytest.approx(0.75 * routed / (0.75 * 2e10), rel=1e-4)
+    whole = plan.predict_cached(found, pool, "hybrid", 1e12, 4e10, 2e10)[0]
+    assert whole.misses == 0
+    assert whole.gpu == pytest.approx(plan.predict(found, 0, 1e12, 1e10).gpu, rel=1e-6)
+
+
+def test_a_plan_takes_names_and_fetches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan.main(["stories", "-ngl", "0"]) == 0
+    assert "predicted decode" in capsys.readouterr().out
+    assert plan.main(["nobody/nothing:here"]) == 1
+    assert "ftgguf pull nobody/nothing:here" in capsys.readouterr().err
+
+
 def test_active_bytes_count_routed_experts_only(model: tuple[Survey, Numbers, Path]) -> None:
     found, numbers, _ = model
     layer = range(1)
