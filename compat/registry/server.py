@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 
@@ -27,23 +28,32 @@ class Running:
     source: FakeSource
     host: str
     other: str
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}"
+        return f"{self.scheme}://{self.host}"
 
 
 @contextmanager
-def running(source: FakeSource | None = None) -> Iterator[Running]:
-    """Serve `source` (a new one by default) from a thread until the block ends."""
+def running(source: FakeSource | None = None, port: int = 0, tls: tuple[Path, Path] | None = None) -> Iterator[Running]:
+    """Serve `source` (a new one by default) from a thread until the block ends; `tls`: files of key and certificate."""
     source = source or FakeSource()
-    first = socket.create_server(("127.0.0.1", 0), backlog=256)
+    first = socket.create_server(("127.0.0.1", port), backlog=256)
     port = first.getsockname()[1]
     second = socket.create_server(("127.0.0.2", port), backlog=256)
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # bodies cut on purpose are no news
+    key, certificate = tls or (None, None)
     config = uvicorn.Config(
-        source, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=0, http="h11"
+        source,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=0,
+        http="h11",
+        ssl_keyfile=key,
+        ssl_certfile=certificate,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [first, second]}, daemon=True)
@@ -53,8 +63,9 @@ def running(source: FakeSource | None = None) -> Iterator[Running]:
             if not thread.is_alive():
                 raise RuntimeError("the fake registry did not start")
             time.sleep(0.01)
-        source.cdn_base = f"http://127.0.0.2:{port}"
-        yield Running(source, f"127.0.0.1:{port}", f"127.0.0.2:{port}")
+        scheme = "https" if tls else "http"
+        source.cdn_base = f"{scheme}://127.0.0.2:{port}"
+        yield Running(source, f"127.0.0.1:{port}", f"127.0.0.2:{port}", scheme)
     finally:
         server.should_exit = True
         server.force_exit = True

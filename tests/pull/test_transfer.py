@@ -20,7 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compat.registry import FAST, FakeSource, Faults, Running
+from compat.registry import FAST, FakeSource, Faults, Running, running
+from ftgguf.pull import body as body_module
 from ftgguf.pull import transfer as transfer_module
 from ftgguf.pull.client import Client, NetOptions
 from ftgguf.pull.digest import Digest, GitOid
@@ -43,6 +44,15 @@ DATA = random.Random(7).randbytes(1_000_003)
 DIGEST = Digest.of(DATA)
 
 pytestmark = pytest.mark.usefixtures("home")
+
+
+@pytest.fixture(params=[False, True], ids=["parser", "socket"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to read a body: by the HTTP parser, and past it as bodies of 1 MiB and more are."""
+    if request.param:
+        monkeypatch.setattr(body_module, "_DIRECT", 1)
+
+
 Get = Callable[..., tuple[Transfer, list[str]]]
 
 
@@ -99,6 +109,7 @@ def get(source: FakeSource, server: Running, folder: Path) -> Get:
     ],
     ids=lambda faults: ",".join(f"{k}={v}" for k, v in vars(faults).items() if v != getattr(Faults(), k)) or "none",
 )
+@pytest.mark.usefixtures("way")
 def test_faults_that_pass(get: Get, faults: Faults) -> None:
     """Each fault of the network, a server or a proxy ends in the right bytes, by hash and by comparison."""
     get(replace(faults, statuses=list(faults.statuses)))
@@ -128,6 +139,7 @@ def test_faults_that_pass(get: Get, faults: Faults) -> None:
         else ""
     ),
 )
+@pytest.mark.usefixtures("way")
 def test_faults_that_end_it(get: Get, folder: Path, faults: Faults, error: type[PullError], words: str) -> None:
     """One line with the cause; nothing but the partial file and its journal is left."""
     with pytest.raises(error, match=words) as caught:
@@ -143,6 +155,32 @@ def test_ranges_are_parallel_and_ask_for_each_byte_once(get: Get, source: FakeSo
     assert source.bytes_asked() == len(DATA)
     asked = [seen.headers["range"] for seen in source.requests("/blobs/")]
     assert len(asked) == len(set(asked)) == -(-len(DATA) // FAST.segment)
+
+
+def test_over_tls(source: FakeSource, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a TLS connection are read past the parser too; the certificate is checked."""
+    made = subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", folder / "tls.key", "-out", folder / "tls.pem"],
+        capture_output=True,
+    )  # fmt: skip
+    if made.returncode:
+        pytest.skip("needs the openssl command to make a certificate")
+    monkeypatch.setattr(body_module, "_DIRECT", 1)
+    seen, original = [], body_module._records
+    monkeypatch.setattr(body_module, "_records", lambda *args: seen.append(args) or original(*args))
+    source.add_blob(DATA)
+    source.faults = Faults(cut=2)
+    item = f"/v2/a/b/blobs/{DIGEST}"
+    with running(source, tls=(folder / "tls.key", folder / "tls.pem")) as secure:
+        with Client(FAST) as client, pytest.raises(Unreachable, match=r"no connection to 127.0.0.1"):
+            Transfer(client, Item(secure.url + item, "blob", len(DATA), DIGEST), folder, "key", print).run()
+        monkeypatch.setenv("SSL_CERT_FILE", str(folder / "tls.pem"))
+        with Client(FAST) as client:
+            transfer = Transfer(client, Item(secure.url + item, "blob", len(DATA), DIGEST), folder, "key", print)
+            assert transfer.run() == (DIGEST, len(DATA))
+    assert transfer.partial.read_bytes() == DATA
+    assert len(seen) >= len(DATA) // FAST.segment
 
 
 def test_a_size_that_is_not_the_announced_one(get: Get) -> None:
@@ -161,6 +199,7 @@ def test_git_object_ids(get: Get) -> None:
         get(check=GitOid("0" * 40))
 
 
+@pytest.mark.usefixtures("way")
 def test_unknown_size_and_digest(get: Get, source: FakeSource, server: Running) -> None:
     """A plain address: ranges where the server has them with an ETag, else one connection."""
     source.files["m.gguf"] = DATA
@@ -186,8 +225,15 @@ class Kill(BaseException):
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(at=st.integers(0, len(DATA) - 1), torn=st.booleans(), connections=st.sampled_from([1, 4]))
-def test_killed_at_any_byte(source: FakeSource, server: Running, at: int, torn: bool, connections: int) -> None:
+@given(
+    at=st.integers(0, len(DATA) - 1),
+    torn=st.booleans(),
+    connections=st.sampled_from([1, 4]),
+    direct=st.sampled_from([1, 1 << 20]),
+)
+def test_killed_at_any_byte(
+    source: FakeSource, server: Running, at: int, torn: bool, connections: int, direct: int
+) -> None:
     """Stop after any number of bytes, with a fresh, a stale or a torn journal: the next run ends with the right file
     and fetches again no more than what the journal did not claim."""
     source.add_blob(DATA)
@@ -206,11 +252,12 @@ def test_killed_at_any_byte(source: FakeSource, server: Running, at: int, torn: 
             written[0] += len(data)
 
         transfer_module.write_at = write
+        usual, body_module._DIRECT = body_module._DIRECT, direct
         try:
             with pytest.raises(Kill):
                 Transfer(client, Item(url, "blob", len(DATA), DIGEST), folder, "key", lambda _a, _b: None).run()
         finally:
-            transfer_module.write_at = original
+            transfer_module.write_at, body_module._DIRECT = original, usual
         if torn:
             journal = folder / "key.json"
             journal.write_bytes(journal.read_bytes()[: at % 40])
