@@ -21,6 +21,7 @@ from ftgguf.engine import scripted
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.executor import ExecutorLost
 from ftgguf.engine.link import Link, LinkClosed, die_with_parent
+from ftgguf.engine.numa import set_numa
 
 log = logging.getLogger("ftgguf.engine")
 
@@ -57,6 +58,7 @@ def start(link: Link) -> Engine | None:
         config = link.configuration()
         logs.set_up(config.log)
         set_priority(config.cpu.priority)
+        set_numa(config.placement.numa)
         if scripted.is_scripted(config.model.path):
             load: Callable[..., Engine] = scripted.load_engine
         else:

@@ -23,7 +23,6 @@ PENDING: dict[str, str] = {
     **dict.fromkeys(_SPEC_FLAGS, _SPECULATION),
     **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
     "--cache-idle-slots": "prompts of idle slots always stay in the tree, and leave it when their cells are needed",
-    "--numa": "memory and threads are placed by the system",
     "--expert-disk": "all experts are read into host memory",
     "--record-routing": "routes are not recorded by the server yet",
 }

@@ -91,6 +91,6 @@ FLAGS: tuple[Flag, ...] = (
     value("--numa", hint="TYPE", parse=lambda text, warn: v.choice("distribute", "isolate", "numactl")(
               text or "distribute", warn),
           to="placement.numa", env=_ENV + "NUMA", tier="B", shown="off",
-          note="the expert pool is interleaved over the nodes; threads follow the process's CPU set",
+          note="ggml places its compute threads as in llama.cpp; nothing changes on a machine with one node",
           help="NUMA placement: distribute, isolate, numactl"),
 )  # fmt: skip
