@@ -2,7 +2,7 @@
 `python -m ftgguf.flags.audit` (exit 1 if there are any).
 
 Such a flag has no effect, whatever its tier says: it belongs in `ftgguf.flags.pending` until something reads its
-field. The search is by name: a file outside `ftgguf.flags` that uses the group (`.http`, `HttpConfig`) and the field
+field. The search is by name: a file of the package that uses the group (`.http`, `HttpConfig`) and the field
 (`.port`) counts as a reader, so a field that is missing here is surely unread, and one that is not probably is read.
 """
 
@@ -26,13 +26,15 @@ INDIRECT = {
     "placement.overrides": ("buffer_of",),
 }
 """Fields that are read through a method of their group."""
-INHERENT = frozenset(("context.swa_full",))
-"""Fields that nothing reads because what they ask for is always so."""
+INHERENT = frozenset(("context.swa_full", "context.flash_attn", "placement.split_mode", "placement.tensor_split"))
+"""Fields that nothing reads because what they ask for is always so (with one GPU, and no score matrix)."""
+OTHERS = frozenset(("flags", "bench"))
+"""Subpackages that read fields without giving them an effect: the benchmarks hand them to a peer."""
 
 
 def sources(package: Path = PACKAGE) -> list[str]:
-    """The package's source texts, without this subpackage's."""
-    paths = [path for path in package.rglob("*.py") if "flags" not in path.relative_to(package).parts]
+    """The package's source texts, without those of `OTHERS`."""
+    paths = [path for path in package.rglob("*.py") if not OTHERS & set(path.relative_to(package).parts)]
     return [path.read_text(encoding="utf-8") for path in paths]
 
 
