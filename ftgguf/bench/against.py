@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 
 from ftgguf import __version__
-from ftgguf.bench import host, html, table
+from ftgguf.bench import host
 from ftgguf.bench.alone import config_for
 from ftgguf.bench.in_process import GREEDY_TOKENS, Duel, say
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import NoPeer, find_peer
-from ftgguf.bench.report import PEER_FAILED, Report, to_json
+from ftgguf.bench.publish import publish
+from ftgguf.bench.recording import command_line
+from ftgguf.bench.report import OURS_FAILED, PEER_FAILED, Report
 from ftgguf.flags.table import by_spelling
 from ftgguf.gguf import GGUFFile
 from ftgguf.pull.ollama_gguf import open_model
@@ -48,7 +48,7 @@ def new_report(kind: str, gguf: GGUFFile) -> Report:
     """A report with its header: the command line, this machine, the model's hash."""
     shards = [shard.path for shard in gguf.shards]
     say(f"sha256 of {gguf.path}")
-    report = Report(kind, " ".join(["ftgguf", *map(shlex.quote, sys.argv[1:])]))
+    report = Report(kind, command_line(["ftgguf", *sys.argv[1:]]))
     report.host = host.describe()
     report.model = {
         "file": str(gguf.path),
@@ -62,19 +62,26 @@ def new_report(kind: str, gguf: GGUFFile) -> Report:
 
 
 def finish(report: Report, options: Options, work: Callable[[], None]) -> int:
-    """Run `work`; whatever happens, show and save what is in the report."""
+    """Run `work`; whatever happens, show and save what is in the report. A second interrupt does not stop the saving.
+
+    Returns the exit status."""
     former = signal.signal(signal.SIGTERM, _interrupt)  # servers must be ended then, too
     try:
         work()
     except KeyboardInterrupt:
         report.interrupted = True
     finally:
-        signal.signal(signal.SIGTERM, former)
-    print(to_json(report).decode() if options.output == "json" else table.render(report), end="")
-    if options.report:
-        report.save(Path(options.report))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        keyboard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            publish(report, output=options.output, page=options.html, report_file=options.report)
+        except OSError as error:
+            print(f"ftgguf bench: the report could not be written: {error}", file=sys.stderr)
+            report.trouble(OURS_FAILED, f"a file of the report could not be written: {error}")
+        finally:
+            signal.signal(signal.SIGTERM, former)
+            signal.signal(signal.SIGINT, keyboard)
     if options.html:
-        Path(options.html).write_text(html.page(report), encoding="utf-8")
         say(f"page written to {options.html}")
     return report.status
 

@@ -8,12 +8,15 @@ device only the CPU's side is measured, and the profile says so.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftgguf.bench import host
+from ftgguf.bench.publish import add_output_flags, publish
+from ftgguf.bench.recording import command_line
+from ftgguf.bench.report import Line, Plot, Report, Table
 from ftgguf.gguf.header import TensorInfo
 from ftgguf.gguf.reader import GGUFFile, open_gguf
 from ftgguf.models.config import ModelError, read_numbers
@@ -28,6 +31,14 @@ if TYPE_CHECKING:
 
 WORKING_SET = 2 << 30
 """Bytes of experts to read for each type: far more than a CPU's caches hold."""
+GB = 1e9
+PATHS = (
+    ("link alone", "fill"),
+    ("CPU alone", "cpu"),
+    ("link, both at once", "fill_contended"),
+    ("CPU, both at once", "cpu_contended"),
+)
+"""What is measured for each type, and its field in Bandwidths."""
 
 
 class _Experts(Source):
@@ -86,62 +97,73 @@ def load_store(path: Path, device: torch.device, threads: int, working_set: int 
     return store
 
 
-def table(measured: dict[str, Measured], gpu: bool) -> str:
-    """The figures for a terminal, GB/s of expert data."""
-    lines = [
-        f"{'type':<14} {'MB/expert':>9} {'link':>7} {'CPU':>7} {'link+CPU':>15} {'phi':>6} {'row at CPU':>11}",
-    ]
+def fill_report(report: Report, measured: dict[str, Measured], gpu: bool) -> None:
+    """The figures of each type of expert as a table and as bars, GB/s of expert data."""
+    rows = []
     for kind, m in measured.items():
         r = m.rates
-        both = f"{r.fill_contended / 1e9:.1f} + {r.cpu_contended / 1e9:.1f}" if gpu else "-"
-        phi = r.fill_contended / (r.fill_contended + r.cpu_contended) if r.fill_contended else 0.0
-        link = f"{r.fill / 1e9:.1f}" if gpu else "-"
-        lines.append(
-            f"{kind:<14} {m.expert_bytes / 1e6:>9.2f} {link:>7} {r.cpu / 1e9:>7.1f} {both:>15} "
-            f"{phi if gpu else 0:>6.2f} {m.cpu_entry * 1e6:>8.1f} us"
+        link, both, phi = "-", "-", "-"
+        if gpu:
+            link, both = f"{r.fill / GB:.1f}", f"{r.fill_contended / GB:.1f} + {r.cpu_contended / GB:.1f}"
+            phi = f"{r.fill_contended / ((r.fill_contended + r.cpu_contended) or 1.0):.2f}"
+        rows.append(
+            [kind, f"{m.expert_bytes / 1e6:.2f}", link, f"{r.cpu / GB:.1f}", both, phi, f"{m.cpu_entry * 1e6:.1f}"]
         )
-    return "\n".join(lines)
+    columns = ["type", "MB an expert", "link", "CPU", "link + CPU at once", "phi", "us a row at the CPU"]
+    note = "GB/s of expert data; phi is the share of misses that goes over the link where both paths end together"
+    if not gpu:
+        note = "no CUDA device: only the CPU's side was measured; GB/s of expert data"
+    report.tables.append(Table("How fast misses are served", columns, rows, ["type"], note))
+    lines = [Line(name, [(float(i), getattr(m.rates, field) / GB) for i, m in enumerate(measured.values())])
+             for name, field in PATHS if any(getattr(m.rates, field) for m in measured.values())]  # fmt: skip
+    text = (
+        "Experts reach the GPU over the link, or the CPU computes them where they are; at once, both share the memory."
+    )
+    report.plots.append(Plot("Expert data by path", "", "GB/s", lines, text, list(measured)))
 
 
-def main(argv: list[str]) -> int:
-    """Entry point; returns the exit status."""
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="ftgguf bench bw", description=__doc__)
     parser.add_argument("-m", "--model", required=True, help="a file or name of a model with routed experts")
     parser.add_argument("-t", "--threads", type=int, default=0, help="CPU threads (default: all but one)")
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-store", action="store_true", help="do not store the profile")
-    options = parser.parse_args(argv)
+    add_output_flags(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status."""
+    options = parse(argv)
     import torch
 
     from ftgguf.experts import measure, profile
-    from ftgguf.pull.resolve import resolve_with_bar
+    from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    gpu = device.type == "cuda"
+    report = Report("bw", command_line(["ftgguf", "bench", "bw", *argv]), host.describe())
     try:
         path = Path(str(resolve_with_bar(options.model)))
         store = load_store(path, device, options.threads or _most_threads())
-    except (ModelError, MemoryError, OSError, ValueError) as error:
+    except (ModelError, MemoryError, OSError, ValueError, NameResolutionError, DemoError) as error:
         print(f"ftgguf bench bw: {error}", file=sys.stderr)
         return 1
     try:
         measured = measure.probe(store, options.seconds)
         key = measure.profile_key(device, store.worker.threads)
-        where = ""
-        if not options.no_store:
-            where = str(profile.store(measure.profile_folder(), measure.profile_of(measured, key)))
-        if options.json:
-            record = {"key": asdict(key), "types": {k: asdict(m) for k, m in measured.items()}, "stored": where}
-            print(json.dumps(record, indent=1))
-        else:
-            print(f"{key.gpu}; {key.cpu}, {key.threads} threads; {store.bank.report.line()}")
-            print(table(measured, gpu))
-            print("no CUDA device: only the CPU's side was measured" if not gpu else "GB/s of expert data")
-            print(f"stored in {where}" if where else "not stored")
+        report.model = {"file": str(path), "experts": store.bank.report.line()}
+        report.settings = {"threads": str(key.threads), "ggml": key.ggml, "seconds a figure": str(options.seconds)}
     finally:
         store.close()
-    return 0
+    fill_report(report, measured, device.type == "cuda")
+    where = ""
+    if not options.no_store:
+        where = str(profile.store(measure.profile_folder(), measure.profile_of(measured, key)))
+    report.notes.append(f"stored in {where}: `serve` uses it from now on" if where else "not stored")
+    report.data = {"key": asdict(key), "types": {k: asdict(m) for k, m in measured.items()}, "stored": where}
+    publish(report, output=options.output, page=options.html, report_file=options.report)
+    return report.status
 
 
 def _most_threads() -> int:

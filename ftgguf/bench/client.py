@@ -23,6 +23,8 @@ _DONE: dict[str, Any] = {}
 """Stands for the `[DONE]` of an OpenAI stream."""
 Prompt = Sequence[int] | str
 """Token ids (native) or text."""
+BURST_S = 50e-6
+"""Tokens closer than this came in one piece: no engine decodes at 20,000 tokens a second here."""
 
 
 class RequestFailed(RuntimeError):
@@ -63,10 +65,26 @@ class Answer:
         return self.arrivals[0]
 
     @property
+    def first_piece(self) -> int:
+        """How many of the arrivals came with the first: closer to each other than any engine decodes."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return next((i for i, (a, b) in enumerate(pairs, start=1) if b - a >= BURST_S), len(self.arrivals))
+
+    @property
+    def in_one_piece(self) -> bool:
+        """The client got everything at once: `decode_rate` counts the prompt's time too then."""
+        return len(self.arrivals) > 1 and self.first_piece == len(self.arrivals)
+
+    @property
     def decode_rate(self) -> float:
-        """Tokens per second after the first. 0 for fewer than two."""
-        seconds = self.arrivals[-1] - self.arrivals[0] if self.arrivals else 0.0
-        return (self.n_gen - 1) / seconds if seconds > 0 else 0.0
+        """Tokens per second after the first piece: those that waited for it were not made in no time. 0 for fewer than
+        two tokens."""
+        if len(self.arrivals) < 2:
+            return 0.0
+        if self.in_one_piece:
+            return self.n_gen / self.arrivals[-1]
+        head = self.first_piece
+        return (self.n_gen - head) / (self.arrivals[-1] - self.arrivals[head - 1])
 
     @property
     def token_gaps(self) -> list[float]:
@@ -83,6 +101,8 @@ class Target:
     model: str = ""
     api_key: str = ""
     timeout: float = 600.0
+    n_ctx: int = 0
+    """Context to ask of Ollama, which else cuts prompts to its own default without a word; 0: its default."""
 
     def headers(self) -> dict[str, str]:
         found = {"Content-Type": "application/json"}
@@ -98,8 +118,7 @@ class Target:
             raise RequestFailed(f"{path}: {_why(error)}") from None
         if reply.status_code != 200:
             raise RequestFailed(f"{path} answered {reply.status_code}: {reply.text[:300]}")
-        document: dict[str, Any] = reply.json()
-        return document
+        return _document(path, reply)
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON document at `path`. Raises RequestFailed."""
@@ -108,8 +127,7 @@ class Target:
             reply.raise_for_status()
         except httpx.HTTPError as error:
             raise RequestFailed(f"{path}: {_why(error)}") from None
-        document: dict[str, Any] = reply.json()
-        return document
+        return _document(path, reply)
 
     def tokenize(self, text: str) -> list[int]:
         """llama-server's /tokenize with special tokens."""
@@ -176,6 +194,17 @@ class Target:
             connection.close()
 
 
+def _document(path: str, reply: httpx.Response) -> dict[str, Any]:
+    """The JSON object of an answer. Raises RequestFailed."""
+    try:
+        document = reply.json()
+    except ValueError:
+        document = None
+    if not isinstance(document, dict):
+        raise RequestFailed(f"{path}: the answer is no JSON object, so this is no model server")
+    return document
+
+
 @cache
 def _http() -> httpx.Client:
     """One client for all plain requests: making one costs 40 ms."""
@@ -221,6 +250,7 @@ def _openai_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: i
 
 def _ollama_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: int) -> dict[str, Any]:
     options = {"temperature": 0, "top_k": 1, "seed": 1, "num_predict": n}
+    options |= {"num_ctx": target.n_ctx} if target.n_ctx else {}
     return {"model": target.model, "prompt": prompt, "raw": True, "stream": True, "options": options}
 
 

@@ -7,7 +7,8 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from ftgguf.bench.child import openmp_note, peer_environment
@@ -64,12 +65,13 @@ def peer_flags(flags: list[str]) -> list[str]:
 
 
 def make_contenders(
-    options: Options, flags: list[str], peer: Peer | None, placement: list[str] | None = None
+    options: Options, flags: list[str], peer: Peer | None, placement: list[str] | None = None, n_ctx: int = 0
 ) -> list[Contender]:
     """Ours, and the peer in each variant that may be its best here.
 
     With `placement` (the sweep's choice on a machine with a GPU) there is one. Without, llama.cpp's two weight layouts
     are both tried: neither wins everywhere. `flags` are llama-server's; our own among them go to our side alone.
+    `n_ctx`: the context to ask of a peer that takes one by request (Ollama).
     """
     ours = Contestant("ftgguf", ours=True, isa=own_isa())
     sides = [Contender(ours, _local(ours, ours_command(flags), options))]
@@ -83,9 +85,9 @@ def make_contenders(
             side = Contestant(peer.kind + name, ours=False, layout="plain" if name else "its default")
             sides.append(Contender(side, _local(side, command, options)))
         return sides
-    side = Contestant("ollama" if peer.kind == "ollama" else peer.where, ours=False)
-    side.notes.append("it runs all the time: what it was started with, its memory and kernels are unknown")
-    sides.append(Contender(side, _remote(side, peer, options)))
+    side = Contestant("ollama" if peer.kind == "ollama" else peer.where.split("://")[-1], ours=False)
+    side.notes.append("it runs all the time, beside ours too: what it was started with and its kernels are unknown")
+    sides.append(Contender(side, _remote(side, peer, options, n_ctx)))
     return sides
 
 
@@ -129,21 +131,25 @@ def _learn(side: Contestant, target: Target, server: Server) -> None:
     """Build and instruction sets, from /props and from what llama-server prints at its start."""
     with contextlib.suppress(RequestFailed):
         side.build = str(target.get("/props").get("build_info", "")) or side.build
+    if side.name.startswith("xllamacpp"):
+        side.build = f"xllamacpp {version('xllamacpp')} ({side.build})"
     for line in server.text().splitlines():
         if "system_info:" in line and not side.isa:
             side.isa = list(parse_isa(line.split("system_info:", 1)[1]))
 
 
-def _remote(side: Contestant, peer: Peer, options: Options) -> Callable[[], AbstractContextManager[Running]]:
+def _remote(
+    side: Contestant, peer: Peer, options: Options, n_ctx: int
+) -> Callable[[], AbstractContextManager[Running]]:
     side.command = peer.where
 
     @contextmanager
     def up() -> Iterator[Running]:
         if peer.kind == "ollama":
-            target = _ollama_target(peer.where, options)
+            target = replace(_ollama_target(peer.where, options), n_ctx=n_ctx)
             side.build = side.build or f"Ollama {target.get('/api/version').get('version', '')}"
         else:
-            target = identify(peer.where, options.peer_model, options.timeout)
+            target = identify(peer.where, options.peer_model, options.timeout, options.peer_key)
             with contextlib.suppress(RequestFailed):
                 side.build = str(target.get("/props").get("build_info", ""))
         try:
@@ -160,4 +166,4 @@ def _ollama_target(url: str, options: Options) -> Target:
     if not options.peer_model:
         text = "name the model as Ollama has it with --peer-model (`ollama list`); one made of the same file is "
         raise RequestFailed(text + "made by: ollama create NAME -f Modelfile, with the line FROM /path/to/file.gguf")
-    return Target(url, "ollama", options.peer_model, timeout=options.timeout)
+    return Target(url, "ollama", options.peer_model, options.peer_key, options.timeout)

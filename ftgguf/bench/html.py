@@ -1,180 +1,247 @@
-"""The report as one self-contained page: tables and plots as inline SVG, no script, nothing fetched."""
+"""The report as one self-contained page: tables and plots as inline SVG, no script, nothing fetched.
+
+Written for a reader who was not there: the answer first, then how to read it, then everything it rests on.
+"""
 
 from __future__ import annotations
 
 from html import escape
 
-from ftgguf.bench import svg, table
-from ftgguf.bench.report import Contestant, Report, Row
-from ftgguf.bench.stats import mean
+from ftgguf.bench import figures, svg, table
+from ftgguf.bench.report import Contestant, Plot, Report, Row, Table
+from ftgguf.bench.stats import Ratio
+from ftgguf.bench.style import STYLE
+from ftgguf.bench.wording import in_words
 
-_STYLE = """
-:root { color-scheme: light dark; --ours: #2563eb; --b: #d97706; --c: #6b7280; --d: #059669; --bad: #dc2626; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
-th, td { padding: .25rem .6rem; border-bottom: 1px solid color-mix(in srgb, currentColor 18%, transparent); }
-td { text-align: right; white-space: nowrap; } td.text, th { text-align: left; }
-.bad { color: var(--bad); font-weight: 600; } code { overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; } svg text { fill: currentColor; font: 12px system-ui, sans-serif; }
-dt { font-weight: 600; margin-top: .4rem; } dd { margin: 0; overflow-wrap: anywhere; }
-"""
+Cell = str | tuple[str, tuple[str, ...]]
+MANY_ROWS = 40
+"""Tables with more rows are folded."""
 
-
-_LEGEND = """<h2>How to read this</h2><p>Each row is one kind of work, measured in rounds in which the sides take turns.
-A ratio above 1 means ftgguf is better: speeds are divided, times inverted (of p50 for the time to the first token, of
-p99 for gaps between tokens). The brackets are a 95 % bootstrap interval; where it lies wholly below 1 ftgguf is slower
-and the row says so.</p>"""
+_LEGEND = """<p>The same work was given to each side in rounds in which the sides took turns, on the same machine and
+file. <b>A ratio above 1 means ftgguf is better</b>: speeds are divided, times inverted (of the median for the time to
+the first token, TTFT; of the 99th percentile for gaps between tokens, since a user feels the longest). The brackets
+hold a 95 % bootstrap interval over the rounds: where it lies wholly above 1 ftgguf is better, wholly below 1 it is
+worse, and where it holds 1 this measurement cannot tell the two apart. Nothing is left out because it was lost.</p>"""
 
 
 def page(report: Report) -> str:
     """The page."""
-    parts = [
-        f"<h1>ftgguf bench: {escape(report.kind)}</h1>",
-        _verdict(report),
-        _facts(report),
-        _sides(report),
-        _LEGEND,
-        _ratio_plot(report),
-        _rows(report),
-        _turn_plots(report),
-        _rate_plot(report),
-        _outputs(report),
-        _notes(report),
-    ]
+    parts = [_title(report), _verdict(report), _ratio_plots(report), _rows(report), _tables(report)]
+    parts += [_plots(report), _turns(report), _outputs(report), _sides(report), _facts(report), _notes(report)]
     body = "\n".join(part for part in parts if part)
-    title = escape(f"ftgguf bench: {report.kind}")
+    title = escape(_name(report))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return (
-        f'<!doctype html>\n<html lang="en"><head>{head}<style>{_STYLE}</style></head><body>\n{body}\n</body></html>\n'
-    )
+    return f'<!doctype html>\n<html lang="en"><head>{head}<style>{STYLE}</style></head><body>\n{body}\n</body></html>\n'
+
+
+_NAMES = {
+    "bw": "ftgguf bench bw: how fast experts reach the GPU and the CPU",
+    "cache": "ftgguf bench cache: which experts to keep",
+    "trace": "ftgguf: agent sessions replayed",
+    "proxy": "ftgguf proxy: two servers on real traffic",
+}
+
+
+def _name(report: Report) -> str:
+    if report.kind in _NAMES:
+        return _NAMES[report.kind]
+    return f"ftgguf {report.kind}" if report.kind.startswith("against") else f"ftgguf bench: {report.kind}"
+
+
+def _title(report: Report) -> str:
+    file = report.model.get("file", "").rsplit("/", 1)[-1]
+    what = [file, report.model.get("type", ""), report.host.get("cpu", ""), report.host.get("gpu", "")]
+    known = [w for w in [*what, report.host.get("date", "")[:16]] if w and w != "none"]
+    return f'<h1>{escape(_name(report))}</h1><p class="sub">{escape(" · ".join(known))}</p>'
+
+
+def _call(text: str, *, wrong: bool = False) -> str:
+    return f'<p class="call{" wrong" if wrong else ""}">{escape(text)}</p>'
 
 
 def _verdict(report: Report) -> str:
-    lines = []
+    """Troubles, then the ratios against the best peer as tiles."""
+    parts = []
     if report.interrupted:
-        lines.append('<p class="bad">Interrupted: what was measured until then is shown.</p>')
-    lines += [f'<p class="bad">{escape(t.text)} (exit status {t.status})</p>' for t in report.troubles]
-    headline = table.headline(report)
-    if headline:
-        lines.append(f"<p>{escape(headline)}</p>")
-    return "".join(lines)
+        parts.append(_call("Interrupted: what was measured until then is shown.", wrong=True))
+    parts += [_call(f"{t.text} (exit status {t.status})", wrong=True) for t in report.troubles]
+    if not report.quiet:
+        text = f"The machine was busy with other work ({report.host['other load']}): intervals do not cover that."
+        parts.append(_call(text))
+    best = table.best_ratios(report)
+    if best:
+        parts.append('<div class="tiles">' + "".join(_tile(row, peer, ratio) for row, peer, ratio in best) + "</div>")
+        if len(report.peers) > 1:
+            parts.append('<p class="faint">Each against the best of the peers at that work.</p>')
+    if report.ours is not None and report.peers:
+        parts.append(_LEGEND)
+    return "".join(parts)
 
 
-def _facts(report: Report) -> str:
-    items = [("command", report.command)]
-    for facts in (report.model, report.host, report.settings):
-        items += list(facts.items())
-    return "<h2>What was measured</h2><dl>" + "".join(_item(k, v) for k, v in items) + "</dl>"
+def _tile(row: Row, peer: Contestant, ratio: Ratio) -> str:
+    kind = "good" if ratio.low > 1 else "bad" if ratio.high < 1 else "even"
+    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low != ratio.high else ""
+    said = {"good": "faster than", "bad": "slower than", "even": "not told apart from"}[kind]
+    words = in_words(row.workload) or row.workload
+    return (
+        f'<div class="tile {kind}"><small>{escape(words)}</small><b>{ratio.value:.2f}x</b>'
+        f"<i>{said} {escape(peer.name)}{interval}</i></div>"
+    )
 
 
-def _item(name: str, value: str) -> str:
-    return f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+def _table(columns: list[str], rows: list[list[Cell]], left: int = 1) -> str:
+    """The first `left` columns are left-aligned; cells that speak of failure or loss are marked. A cell may have
+    smaller lines below."""
+    head = "".join(f"<th{_kind(i < left)}>{escape(c)}</th>" for i, c in enumerate(columns))
 
-
-def _table(columns: list[str], rows: list[list[str]], text: int = 1) -> str:
-    """The first `text` columns are left-aligned; cells that speak of failure or loss are marked."""
-    head = "".join(f"<th>{escape(c)}</th>" for c in columns)
-
-    def cell(i: int, value: str) -> str:
-        marks = ["text"] if i < text else []
-        marks += ["bad"] if "failed" in value or "worse" in value else []
-        return f'<td class="{" ".join(marks)}">{escape(value)}</td>'
+    def cell(i: int, value: Cell) -> str:
+        text, more = value if isinstance(value, tuple) else (value, ())
+        small = "".join(f"<small{_kind(False, line)}>{escape(line)}</small>" for line in more if line)
+        return f"<td{_kind(i < left, text)}>{escape(text)}{small}</td>"
 
     lines = "".join("<tr>" + "".join(cell(i, v) for i, v in enumerate(row)) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    text = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+    if len(rows) > MANY_ROWS:
+        return f"<details><summary>{len(rows)} rows</summary>{text}</details>"
+    return text
 
 
-def _sides(report: Report) -> str:
-    rows = []
-    for c in report.contestants:
-        sizes = [f"{x / 2**20:.0f}" if x else "-" for x in (c.rss_peak, c.rss_steady, c.vram_peak)]
-        rows.append([c.name, c.build or "unknown", c.layout or "-", " ".join(c.isa) or "unknown", *sizes])
-    columns = ["side", "build", "weights", "instruction sets", "RSS peak MiB", "RSS steady MiB", "VRAM peak MiB"]
-    commands = "".join(_item(c.name, c.command) for c in report.contestants if c.command)
-    return f"<h2>The sides</h2>{_table(columns, rows, text=4)}<dl>{commands}</dl>"
+def _kind(is_text: bool, value: str = "") -> str:
+    kinds = ["text"] if is_text else []
+    kinds += ["bad"] if "failed" in value or "worse" in value else ["good"] if value.endswith("better") else []
+    return f' class="{" ".join(kinds)}"' if kinds else ""
 
 
-def _ratio_plot(report: Report) -> str:
-    bars = []
-    for row in report.rows:
-        for peer in report.peers:
+def _ratio_plots(report: Report) -> str:
+    parts = []
+    for peer in report.peers:
+        bars = []
+        for row in report.rows:
             ratio = report.ratio(row, peer)
             if ratio is not None:
-                bars.append(svg.Bar(f"{_title(row)} / {peer.name}", ratio.value, ratio.low, ratio.high))
-    return "<h2>Ratios</h2>" + svg.ratio_bars(bars) if bars else ""
-
-
-def _title(row: Row) -> str:
-    return f"{row.workload} {row.metric}" + (f" p{row.compared}" if row.compared else "")
+                name = f"{row.workload}  {row.metric}" + (f" p{row.compared}" if row.compared else "")
+                bars.append(svg.Bar(name, ratio.value, ratio.low, ratio.high))
+        if bars:
+            parts.append(f"<figure><h3>Against {escape(peer.name)}</h3>{svg.ratio_bars(bars)}</figure>")
+    return "<h2>Ratios with their 95 % intervals</h2>" + "".join(parts) if parts else ""
 
 
 def _rows(report: Report) -> str:
     if not report.rows:
         return ""
     columns = ["workload", "metric", "n", *(c.name for c in report.contestants)]
-    peers = report.peers if report.ours is not None else []
-    columns += [f"ours / {p.name} [95 %]" for p in peers]
-    rows = [_row(report, row, peers) for row in report.rows]
-    return "<h2>All figures</h2>" + _table(columns, rows, text=2)
+    names = ["", *(r.workload for r in report.rows)]
+    rows = [_row(report, row, new=row.workload != before) for before, row in zip(names, report.rows, strict=False)]
+    text = "<p>Means ± standard deviation, or the median of n values and below it their 90th and 99th percentile; in "
+    text += "the last line of a peer's cell the ratio of ours to it.</p>"
+    return "<h2>All figures</h2>" + text + _table(columns, rows, 2) + _failures(report)
 
 
-def _row(report: Report, row: Row, peers: list[Contestant]) -> list[str]:
+def _row(report: Report, row: Row, *, new: bool) -> list[Cell]:
+    """`new`: the first of its workload, which is put into words."""
     n = max((len(s) for s in row.samples.values()), default=0)
-    cells = [row.workload, row.metric + (" p50/p90/p99" if row.quantiles else ""), str(n)]
-    cells += [table.cell(row, c) for c in report.contestants]
-    return cells + [table.ratio_cell(report.ratio(row, p)) for p in peers]
+    metric: Cell = (row.metric, ("p50; p90, p99",) if row.quantiles else ())
+    cells: list[Cell] = [(row.workload, (in_words(row.workload) if new else "",)), metric, str(n)]
+    for c in report.contestants:
+        figure, *tail = table.cell(row, c).split(" / ")
+        more = ", ".join(tail)
+        cells.append((figure, (more, "" if c.ours else _against(report.ratio(row, c)))))
+    return cells
 
 
-def _turn_plots(report: Report) -> str:
-    """Time to the first token by turn, a plot a session."""
+def _against(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    return f"ours {table.ratio_cell(ratio)}" + (" better" if ratio.low > 1 else "")
+
+
+def _failures(report: Report) -> str:
+    lines = [f"{row.workload}, {name}: {why}" for row in report.rows for name, why in row.failures.items()]
+    return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
+
+
+def _tables(report: Report) -> str:
     parts = []
-    for session in dict.fromkeys(t.session for t in report.turns):
-        lines = []
-        for c in report.contestants:
-            turns = [t for t in report.turns if (t.session, t.contestant) == (session, c.name) and not t.error]
-            numbers = sorted({t.turn for t in turns})
-            lines.append(svg.Line(c.name, [(n, mean([t.ttft_ms for t in turns if t.turn == n])) for n in numbers]))
-        parts.append(f"<h3>{escape(session)}</h3>" + svg.line_plot(lines, "turn", "TTFT ms"))
-    return "<h2>Time to the first token by turn</h2>" + "".join(parts) if parts else ""
+    for t in figures.tables(report):
+        note = f'<p class="faint">{escape(t.note)}</p>' if t.note else ""
+        parts.append(f"<h2>{escape(t.title)}</h2>{_of(t)}{note}")
+    return "".join(parts)
 
 
-def _rate_plot(report: Report) -> str:
-    """Tokens per second: over a session's time for traces, over rounds for samples."""
-    if report.turns:
-        lines = []
-        for c in report.contestants:
-            points: list[tuple[float, float]] = []
-            offset, last = 0.0, ""
-            for t in (t for t in report.turns if t.contestant == c.name and not t.error):
-                if t.session != last:
-                    offset, last = (points[-1][0] if points else 0.0), t.session
-                if t.total_ms > t.ttft_ms and t.n_gen > 1:
-                    rate = (t.n_gen - 1) / (t.total_ms - t.ttft_ms) * 1e3
-                    points.append((offset + t.started_s + t.total_ms / 1e3, rate))
-            lines.append(svg.Line(c.name, points))
-        return "<h2>Generation speed over time</h2>" + svg.line_plot(lines, "s", "tok/s")
+def _of(t: Table) -> str:
+    left = next((i for i, c in enumerate(t.columns) if c not in t.left), len(t.columns))
+    return _table(t.columns, _plain(t.rows), left)
+
+
+def _plain(rows: list[list[str]]) -> list[list[Cell]]:
+    return [list(row) for row in rows]
+
+
+def _plots(report: Report) -> str:
     parts = []
-    for row in report.rows:
-        if row.metric.startswith("tok/s") and max((len(s) for s in row.samples.values()), default=0) > 1:
-            lines = [
-                svg.Line(c.name, list(enumerate(row.samples.get(c.name, []), start=1))) for c in report.contestants
-            ]
-            parts.append(f"<h3>{escape(row.workload)}</h3>" + svg.line_plot(lines, "round", row.metric))
-    return "<h2>Speed over the rounds</h2>" + "".join(parts) if parts else ""
+    for section in figures.sections(report):
+        few = len(section.plots) < 3
+        drawn = [_figure(p, svg.draw(p, svg.WIDE if few else svg.NARROW)) for p in section.plots]
+        shown = "".join(drawn) if few else f'<div class="pairs">{"".join(drawn)}</div>'
+        text = f"<p>{escape(section.text)}</p>" if section.text else ""
+        parts.append(f"<h2>{escape(section.title)}</h2>{text}{shown}")
+    return "".join(parts)
+
+
+def _figure(plot: Plot, image: str) -> str:
+    note = f"<figcaption>{escape(plot.note)}</figcaption>" if plot.note else ""
+    return f"<figure><h3>{escape(plot.title)}</h3>{image}{note}</figure>" if image else ""
+
+
+def _turns(report: Report) -> str:
+    if not report.turns:
+        return ""
+    columns, rows = table.slow_table(report)
+    slow = _table(columns, _plain(rows))
+    columns, rows = table.turn_rows(report)
+    text = "<p>`cached` are the prompt's tokens that the server says it had already; TTFT is the time to the first "
+    text += "token. Means over the rounds.</p>"
+    return "<h2>Turn by turn</h2>" + slow + text + _table(columns, _plain(rows), 3)
 
 
 def _outputs(report: Report) -> str:
     lines = table.output_lines(report)
     if not lines:
         return ""
-    items = "".join(f"<li{' class=bad' if line.startswith('FAULT') else ''}>{escape(line)}</li>" for line in lines)
-    return f"<h2>Do they say the same?</h2><ul>{items}</ul>"
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    text = (
+        "<p>Greedy outputs side by side. Sides may part where their two best tokens are nearly even, which is noise; "
+    )
+    text += "parting where both are sure is a fault, and then no speed counts.</p>"
+    return f"<h2>Do they say the same?</h2>{text}<ul>{items}</ul>"
+
+
+def _sides(report: Report) -> str:
+    if not report.contestants:
+        return ""
+    rows: list[list[Cell]] = []
+    for c in report.contestants:
+        sizes = [f"{x / 2**20:.0f}" if x else "-" for x in (c.rss_peak, c.rss_steady, c.vram_peak)]
+        load = f"{c.load_seconds:.1f}" if c.load_seconds else "-"
+        rows.append([c.name, c.build or "unknown", c.layout or "-", *sizes, load])
+    columns = ["side", "build", "weights", "RSS peak MiB", "RSS steady MiB", "VRAM peak MiB", "load s"]
+    more = ""
+    for c in report.contestants:
+        sets = " ".join(c.isa) or "unknown"
+        more += f'<h3>{escape(c.name)}</h3><p class="faint">instruction sets: {escape(sets)}</p>'
+        more += f"<pre>{escape(c.command)}</pre>" if c.command else ""
+        lines = [*c.notes, *(f"failed: {error}" for error in c.errors)]
+        more += "<ul>" + "".join(f"<li>{escape(x)}</li>" for x in lines) + "</ul>" if lines else ""
+    return f"<h2>The sides</h2>{_table(columns, rows, left=3)}{more}"
+
+
+def _facts(report: Report) -> str:
+    items = [*report.model.items(), *report.host.items(), *report.settings.items()]
+    facts = "".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in items)
+    return f"<h2>Model, machine, settings</h2><pre>{escape(report.command)}</pre><dl>{facts}</dl>"
 
 
 def _notes(report: Report) -> str:
-    lines = list(report.notes)
-    for c in report.contestants:
-        lines += [f"{c.name}: {note}" for note in c.notes]
-        lines += [f"{c.name} failed: {error}" for error in c.errors]
-    return "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(x)}</li>" for x in lines) + "</ul>" if lines else ""
+    return (
+        "<h2>Notes</h2><ul>" + "".join(f"<li>{escape(x)}</li>" for x in report.notes) + "</ul>" if report.notes else ""
+    )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ftgguf.bench.plan import SpeedTest, int_list, make_tests, pair
@@ -22,17 +24,17 @@ USAGE = """usage: ftgguf bench [-m FILE] [options]              speed of ftgguf 
 and to the peer where the peer has it.
 
 tests (lists 1,2,4 and ranges 8-64*2 give one row each):
-  -p, --n-prompt N        prompt tokens evaluated in batches (default: 512,2048)
+  -p, --n-prompt N        prompt tokens evaluated in batches (default: 512; over HTTP 512,8192,32768)
   -n, --n-gen N           tokens generated one by one (default: 128)
   -pg PP,TG               both in one test
-  -d, --n-depth N         tokens of context before the test (default: 0)
+  -d, --n-depth N         tokens of context before the test (default: 0; over HTTP 8192,32768)
   -r, --repetitions N     timed repetitions of each test; rounds of a comparison (default: 5; trace: 2)
   --no-warmup             no untimed run before the first repetition
   -b N  -ub N  -t N       batch, physical batch, threads; -ctk T -ctv T: type of the KV cache
   --seed N                of the random tokens (default: 1)
 
 output:
-  -o, --output FORMAT     md, csv, json or jsonl on standard output (default: md); a comparison has md and json
+  -o, --output FORMAT     md, csv, json or jsonl on standard output (default: md); a report has md and json
   --html FILE             the report as one self-contained page with plots
   --report FILE           the report as JSON, also when interrupted
 
@@ -42,16 +44,20 @@ comparison:
   --in-process            libllama of llama-cpp-python in process even where a llama-server is there
   --peer xllamacpp        the llama-server of the xllamacpp wheel (AVX2 build: no headline ratio on better machines)
   --peer-model NAME       what the peer calls the model (ollama, URL)
+  --peer-key KEY          API key for the peer (URL); reports do not show it
   --peer-args "FLAGS"     further llama-server flags for the peer alone
-  --workload LIST         over HTTP: pp, tg, depth, suffix, streams (default: all but depth)
+  --workload LIST         over HTTP: pp, tg, depth, suffix, streams (default: all)
+  --longest S             over HTTP: seconds that one prompt may take, by a first estimate; longer ones are left out
+                          and named (default: 60)
   --timeout S             seconds without an answer after which a side counts as hung (default: 600)
 
 exit status: 0 measured and the outputs agree; 1 bad usage or our side failed; 2 the outputs differ by more than noise;
 3 not comparable (file, tokens, budget or instruction sets differ); 4 no peer, or the peer failed; 130 interrupted.
 """
 
-DEFAULT_WORKLOADS = ("pp", "tg", "suffix", "streams")
-WORKLOADS = (*DEFAULT_WORKLOADS, "depth")
+WORKLOADS = ("pp", "tg", "depth", "suffix", "streams")
+HTTP_PROMPTS = (512, 8192, 32768)
+"""Prompt lengths of a comparison over HTTP; deeper contexts and short suffixes go on top of these."""
 
 
 class UsageError(ValueError):
@@ -79,9 +85,11 @@ class Options:
     in_process: bool = False
     peer: str = ""
     peer_model: str = ""
+    peer_key: str = ""
     peer_args: str = ""
-    workloads: tuple[str, ...] = DEFAULT_WORKLOADS
+    workloads: tuple[str, ...] = WORKLOADS
     timeout: float = 600.0
+    longest: float = 60.0
     traces: list[str] = field(default_factory=list)
     engine: list[str] = field(default_factory=list)
     varied: dict[str, list[str]] = field(default_factory=dict)
@@ -89,10 +97,7 @@ class Options:
 
     @property
     def tests(self) -> tuple[SpeedTest, ...]:
-        given = self.prompts or self.gens or self.pairs
-        prompts = self.prompts if given else [512, 2048]
-        gens = self.gens if given else [128]
-        return make_tests(prompts, gens, self.pairs, self.depths or [0])
+        return make_tests(self.prompts or [512], self.gens or [128], self.pairs, self.depths or [0])
 
     def engine_lines(self) -> list[list[str]]:
         """Engine flags of each combination of the varied ones."""
@@ -147,9 +152,11 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--llama-server": ("llama_server", str),
     "--peer": ("peer", _choice(("xllamacpp",))),
     "--peer-model": ("peer_model", str),
+    "--peer-key": ("peer_key", str),
     "--peer-args": ("peer_args", str),
     "--workload": ("workloads", _workloads),
     "--timeout": ("timeout", _seconds),
+    "--longest": ("longest", _seconds),
 }
 _VARIED = (
     *("-b", "--batch-size", "-ub", "--ubatch-size", "-t", "--threads", "-ctk", "--cache-type-k", "-ctv"),
@@ -211,6 +218,9 @@ def _check(options: Options) -> None:
     against = options.against
     if against and against not in PEERS and not against.startswith(("http://", "https://")):
         raise UsageError(f"--against takes llama.cpp, ollama or the URL of a server, not '{against}'")
+    for flag, name in (("--html", options.html), ("--report", options.report)):
+        if name and (Path(name).is_dir() or not os.access(Path(name).parent, os.W_OK)):
+            raise UsageError(f"{flag} {name}: no file can be written there")
     if not options.tests:
         raise UsageError("nothing to measure: -p and -n are 0")
     if against and options.output in ("csv", "jsonl"):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from ftgguf.bench.alone import config_for
-from ftgguf.bench.client import Answer, RequestFailed, Target
+from ftgguf.bench.cache_watch import CacheWatch, watched
+from ftgguf.bench.client import Answer, RequestFailed, Target, identify
 from ftgguf.bench.contenders import Contender, Running, make_contenders
+from ftgguf.bench.identity import differs, figures
 from ftgguf.bench.in_process import GREEDY_TOKENS, say
-from ftgguf.bench.options import Options
+from ftgguf.bench.options import HTTP_PROMPTS, Options
 from ftgguf.bench.outputs import Greedy, compare, compare_texts, compare_tokens
 from ftgguf.bench.peers import Peer
 from ftgguf.bench.placement import best_placement, check_budget
@@ -16,7 +21,7 @@ from ftgguf.bench.prompts import TEXTS
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, missing_isa
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.stats import mean
-from ftgguf.bench.workloads import Bench, Plan, Source, TextSource, make_plan
+from ftgguf.bench.workloads import CALIBRATION, Bench, Plan, Source, TextSource, make_plan
 from ftgguf.pull.ollama_gguf import open_model
 
 CLOCKS_AGREE = 0.05
@@ -28,9 +33,12 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     with open_model(path) as gguf:
         limit, n_vocab = gguf.arch("context_length"), len(gguf.metadata["tokenizer.ggml.tokens"])
         n_layers = gguf.arch("block_count")
-    tests = options.tests
-    prompts = list(dict.fromkeys(t.n_prompt for t in tests if t.n_prompt and not t.n_gen))
-    gens = list(dict.fromkeys(t.n_gen for t in tests if t.n_gen and not t.n_prompt))
+    remote = _asked(peer, options) if peer.kind == "url" else None
+    if remote is not None and 0 < remote.n_ctx < limit:
+        report.notes.append(f"the peer runs with a context of {remote.n_ctx} tokens a request; nothing longer is sent")
+        limit = remote.n_ctx
+    prompts = options.prompts or [t for t in HTTP_PROMPTS if t < limit] or list(HTTP_PROMPTS[:1])
+    gens = [n for n in options.gens or [128] if n]
     plan = make_plan(options.workloads, prompts, gens, [d for d in options.depths if d], limit, report)
     engine = options.engine_lines()[0]
     config = config_for(path, ["-c", str(plan.cells), *engine], ())
@@ -38,42 +46,66 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     for spelling, name in (("-t", "threads"), ("-tb", "threads_batch")):
         if f"cpu.{name}" not in config.given:
             flags += [spelling, str(getattr(config.cpu, name))]  # both sides get the same, said aloud
+    # a server that runs all the time may remember the prompts of the last comparison
+    salt = options.seed if peer.kind in ("llama-server", "xllamacpp") else int(time.time())
     report.settings |= {
         "context": f"{config.context.size} cells, 4 slots, unified",
         "batch": f"{config.context.n_batch}/{config.context.n_ubatch}",
         "KV": f"{config.context.type_k}/{config.context.type_v}",
         "threads": f"{config.cpu.threads} decode, {config.cpu.threads_batch} prefill",
         "rounds": str(options.repetitions),
+        "prompts": f"random tokens, seed {salt}, the same for all sides; tg: short texts of {len(TEXTS)} domains",
         "sampling": "greedy, end of text ignored",
+        "warm-up": "the shortest prompt, 8 tokens, all streams at once, each round" if options.warm_up else "none",
         "prefix cache": "empty, except where a row says `on` or `@`: there the prefix is cached",
         "clock": "the client's",
     }
-    text_only = peer.kind == "ollama" or (peer.kind == "url" and not _takes_ids(peer, options))
+    text_only = peer.kind == "ollama" or (remote is not None and not remote.native)
     placement = best_placement(report, options, flags, peer, n_layers) if peer.kind == "llama-server" else None
-    HttpDuel(report, options, make_contenders(options, flags, peer, placement), Source(n_vocab), text_only).run(plan)
+    sides = make_contenders(options, flags, peer, placement, plan.cells)
+    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt).run(plan)
     check_budget(report, config.placement.vram_budget)
 
 
-def _takes_ids(peer: Peer, options: Options) -> bool:
-    from ftgguf.bench.client import identify
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    """What a server at a URL says about itself: does it take token ids, and how many of them (0: unknown)?"""
 
+    native: bool
+    n_ctx: int
+
+
+def _asked(peer: Peer, options: Options) -> _Remote:
     try:
-        return identify(peer.where, options.peer_model, options.timeout).dialect == "native"
-    except RequestFailed:
-        return False
+        target = identify(peer.where, options.peer_model, options.timeout, options.peer_key)
+        if target.dialect != "native":
+            return _Remote(False, 0)
+        settings = target.get("/props").get("default_generation_settings") or {}
+        return _Remote(True, int(settings.get("n_ctx") or 0))
+    except RequestFailed:  # the first round says what is wrong
+        return _Remote(False, 0)
 
 
 class HttpDuel:
     """Rounds over contenders. `text_only`: a side takes no token ids, so that all get text."""
 
     def __init__(
-        self, report: Report, options: Options, sides: list[Contender], source: Source, text_only: bool
+        self,
+        report: Report,
+        options: Options,
+        sides: list[Contender],
+        source: Source,
+        text_only: bool,
+        salt: int = 0,
     ) -> None:
         self.report = report
         self.options = options
         self.sides = sides
         self.source = source
         self.text_only = text_only
+        self.salt = salt
+        self.plan: Plan | None = None
+        self._figures: dict[str, int] = {}
         self._said: dict[str, list[Greedy]] = {}
         self._answers: dict[str, list[Answer]] = {}
         self._ids: dict[str, list[list[int]]] = {}
@@ -105,10 +137,11 @@ class HttpDuel:
         name = side.contestant.name
         say(f"round {r + 1} of {self.options.repetitions}: starting {name}")
         try:
-            with side.up() as running:
+            with side.up() as running, watched(self.report, name, running.target) as watch:
                 if r == 0:
+                    watch.mark("greedy outputs")
                     self._first(side, running)
-                self._measure(r, side, running, plan)
+                self._measure(r, side, running, plan, watch)
         except (ServerError, RequestFailed) as error:
             self._lose(side, str(error))
 
@@ -121,15 +154,20 @@ class HttpDuel:
             self.report.row("server", "up").failures[c.name] = error
         self.report.trouble(OURS_FAILED if c.ours else PEER_FAILED, f"{c.name}: {error}")
 
-    def _measure(self, r: int, side: Contender, running: Running, plan: Plan) -> None:
+    def _measure(self, r: int, side: Contender, running: Running, plan: Plan, watch: CacheWatch) -> None:
         c = side.contestant
         if self.text_only and not isinstance(self.source, TextSource):
             self.source = TextSource(running.target.tokenize)  # the first side up is ours
-        bench = Bench(self.report, c, running.target, self.source, plan, self.options.workloads, r)
+        plan = self.plan or plan
+        bench = Bench(self.report, c, running.target, self.source, plan, self.options.workloads, r, self.salt)
+        watch.mark("warm-up")
         if self.options.warm_up:
             bench.warm_up()
+        if self.plan is None:
+            self.plan = bench.plan = self._bearable(bench, plan)
         for workload, measure in bench.steps():
             say(f"round {r + 1}: {c.name}: {workload}")
+            watch.mark(workload)
             try:
                 measure()
             except RequestFailed as error:
@@ -144,6 +182,17 @@ class HttpDuel:
         self._rates.setdefault(c.name, []).extend(bench.rates)
         self._counts.setdefault(c.name, {}).update(bench.prompt_ns)
 
+    def _bearable(self, bench: Bench, plan: Plan) -> Plan:
+        """`plan` without what would take too long here, settled once for all sides and rounds by ours."""
+        if max(*plan.prompts, *plan.depths, plan.context, 0, 0) <= 2 * CALIBRATION:
+            return plan
+        reads, writes = bench.calibrate()
+        plan = plan.within(reads, self.options.longest, self.report)
+        read, written = plan.tokens()
+        seconds = (read / reads + written / max(writes, 1e-9)) * len(self.sides) * self.options.repetitions
+        say(f"about {seconds / 60:.0f} minutes if all sides are as fast as ours")
+        return plan
+
     # ------------------------------------------------------------------------------------------------ the outputs
 
     def _first(self, side: Contender, running: Running) -> None:
@@ -155,12 +204,19 @@ class HttpDuel:
             if c.lower_isa:
                 sets = ", ".join(c.lower_isa)
                 self.report.trouble(NOT_COMPARABLE, f"{c.name} does not use {sets}, which ours does: no ratio is given")
+        if c.ours:
+            self._figures = figures(target)
+        elif self.report.model:
+            other, known = differs(target, self._figures, Path(self.report.model["file"]), self.report.model["sha256"])
+            c.notes.append(known)
+            if other:
+                self.report.trouble(NOT_COMPARABLE, f"{c.name}: {known}")
         if target.dialect == "native":
             self._ids[c.name] = [target.tokenize(text) for text in TEXTS]
             self._templates[c.name] = [_template(target, text) for text in TEXTS]
         prompts: Sequence[list[int] | str] = TEXTS
         if target.dialect == "native" and not self.text_only:
-            prompts = self._ids[ours.name]
+            prompts = self.source.texts = self._ids[ours.name]
         self._answers[c.name] = [target.complete(p, GREEDY_TOKENS, n_probs=3) for p in prompts]
         if target.dialect == "native":
             self._said[c.name] = [list(zip(a.tokens, a.gaps, strict=False)) for a in self._answers[c.name]]

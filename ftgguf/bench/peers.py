@@ -29,7 +29,8 @@ class Peer:
 def find_peer(options: Options) -> Peer | None:
     """The peer of `--against`, `--llama-server` and `--peer`; None stands for libllama in process. Raises NoPeer."""
     if options.against.startswith(("http://", "https://")):
-        return Peer("url", options.against.rstrip("/"))
+        # clients are told the address with OpenAI's prefix, so people give it so
+        return Peer("url", options.against.rstrip("/").removesuffix("/v1"))
     if options.against == "ollama":
         return _ollama()
     if options.peer == "xllamacpp":

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,22 @@ def _field(key: str, value: Any) -> Any:
     if key in _BINARY_KEYS:
         return MASK
     return mask(value)
+
+
+_KEY_FLAGS = ("--peer-key", "--a-key", "--b-key", "--api-key", "--hf-token", "-hft")
+
+
+def command_line(words: Sequence[str]) -> str:
+    """A command for a report that others read: quoted for a shell, without the keys in it."""
+    shown: list[str] = []
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if shown and shown[-1] in _KEY_FLAGS:
+            word = MASK
+        elif equals and flag in _KEY_FLAGS:
+            word = f"{flag}={MASK}"
+        shown.append(word)
+    return mask_text(shlex.join(shown))
 
 
 class Recorder:

@@ -6,7 +6,7 @@ Samples are kept raw; tables, pages and ratios are computed from them, so that a
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -121,6 +121,69 @@ class Turn(msgspec.Struct):
     kind: str = ""
     """`append`, `edited`, `side`: how the prompt relates to the turn before."""
     error: str = ""
+    at_s: float = 0.0
+    """Since the round began, or the proxy started."""
+
+
+class CacheSample(msgspec.Struct):
+    """What a server's expert cache had counted at one moment; counts and bytes since that server started."""
+
+    contestant: str
+    run: int
+    """Which start of that server: counters begin again with each."""
+    at_s: float
+    """Seconds since the run's first sample."""
+    label: str
+    """What was measured in the time that ends here."""
+    wanted: int = 0
+    hits: int = 0
+    fills: int = 0
+    cpu: int = 0
+    fill_bytes: int = 0
+    cpu_bytes: int = 0
+    prefill_bytes: int = 0
+    """Copied to the device for prompts, outside of the slots."""
+    slots: int = 0
+    arena_bytes: int = 0
+
+
+class Pace(msgspec.Struct):
+    """How fast the tokens of one generation came: points (seconds since the request, tok/s since the point before)."""
+
+    contestant: str
+    workload: str
+    round: int
+    points: list[tuple[float, float]]
+
+
+class Line(msgspec.Struct):
+    """Points (x, y) of one thing in a plot. A point whose x is not above the one before starts a new stroke."""
+
+    label: str
+    points: list[tuple[float, float]]
+
+
+class Plot(msgspec.Struct):
+    """Lines with markers, or with `categories` bars side by side: point (i, y) belongs to category i."""
+
+    title: str
+    x_name: str
+    y_name: str
+    lines: list[Line]
+    note: str = ""
+    categories: list[str] = []
+    root_x: bool = False
+    """x by its square root, 0 to 100."""
+
+
+class Table(msgspec.Struct):
+    """A table with a title; columns named in `left` hold words."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    left: list[str] = []
+    note: str = ""
 
 
 class Trouble(msgspec.Struct):
@@ -142,9 +205,21 @@ class Report(msgspec.Struct):
     rows: list[Row] = []
     outputs: Outputs = msgspec.field(default_factory=Outputs)
     turns: list[Turn] = []
+    paces: list[Pace] = []
+    cache: list[CacheSample] = []
+    tables: list[Table] = []
+    """Of measurements that compare no sides (`bench bw`, `bench cache`)."""
+    plots: list[Plot] = []
+    data: dict[str, Any] = {}
+    """The same measurements as numbers."""
     notes: list[str] = []
     troubles: list[Trouble] = []
     interrupted: bool = False
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing else kept the machine busy when the measurement began (host.describe)."""
+        return "not a quiet machine" not in self.host.get("other load", "")
 
     @property
     def ours(self) -> Contestant | None:
@@ -212,18 +287,9 @@ class Report(msgspec.Struct):
         sign = 1 if row.higher_is_better else -1
         return max(able, key=lambda p: sign * stats.mean(row.samples[p.name]))
 
-    def save(self, path: Path) -> None:
-        """Write as JSON."""
-        path.write_bytes(to_json(self))
-
-
-def to_json(report: Report) -> bytes:
-    """Indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
-
 
 def from_json(data: bytes) -> Report:
-    """The inverse. msgspec.DecodeError."""
+    """A report that `publish.to_json` wrote. msgspec.DecodeError."""
     return msgspec.json.decode(data, type=Report)
 
 

@@ -109,14 +109,16 @@ class Server:
             self.memory.stop()
         if self._process is None:
             return
-        for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+        try:
+            for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(patience)
+                    break
+        finally:  # children that outlived their parent, and all of them when a second interrupt ends the waiting
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
-                break
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # children that outlived their parent
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class MemoryWatch:

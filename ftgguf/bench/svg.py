@@ -1,4 +1,4 @@
-"""Two plots as SVG text: bars of ratios with intervals on a logarithmic axis, and lines with markers."""
+"""Plots as SVG text: ratios with intervals on a logarithmic axis, lines with markers, and bars side by side."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-_COLOURS = ("var(--ours)", "var(--b)", "var(--c)", "var(--d)")
-_WIDTH = 860
+from ftgguf.bench.report import Line, Plot
+
+COLOURS = ("--ours", "--b", "--c", "--d", "--e", "--f")
+"""Variables of the page's style, in the order of the lines."""
+WIDE, NARROW = 860, 430
+"""Widths of plots: alone in a row, or two of them."""
+_LEFT, _UPPER = 64, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,97 +25,186 @@ class Bar:
     low: float
     high: float
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Points (x, y) of one side."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
+    @property
+    def colour(self) -> str:
+        """Decided by the interval, not by the value: better, worse, or not told apart."""
+        return "--good" if self.low > 1 else "--bad" if self.high < 1 else "--even"
 
 
-def _svg(height: float, body: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" width="{_WIDTH}" role="img">{"".join(body)}</svg>'
+def _svg(width: float, height: float, label: str, body: Sequence[str]) -> str:
+    box = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    return f'<svg {box} role="img" aria-label="{escape(label, quote=True)}">{"".join(body)}</svg>'
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+def _text(x: float, y: float, text: str, anchor: str = "start", more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{escape(text)}</text>'
 
 
-def _stroke(x1: float, y1: float, x2: float, y2: float, colour: str = "currentColor", more: str = "") -> str:
-    place = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-    return f'<line {place} stroke="{colour}" {more}/>'
+def _stroke(x1: float, y1: float, x2: float, y2: float, more: str = 'class="grid"') -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {more}/>'
+
+
+def _number(x: float) -> str:
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def ratio_bars(bars: Sequence[Bar]) -> str:
-    """Bars from 1, to the right where ours is better, in the colour of loss to the left."""
+    """Bars from 1, to the right where ours is better, with the interval as a whisker and both as figures."""
     usable = [b for b in bars if b.low > 0 and math.isfinite(b.high)]
     if not usable:
         return ""
-    low = min(0.5, *(b.low for b in usable)) / 1.1
-    high = max(2.0, *(b.high for b in usable)) * 1.1
-    left, right, step = 330, _WIDTH - 70, 24
+    # one wild interval must not squeeze the others: whiskers are cut at the edge
+    low = max(0.02, min(0.5, *(b.low for b in usable))) / 1.1
+    high = min(50.0, max(2.0, *(b.high for b in usable))) * 1.1
+    left, right, step = 250, WIDE - 150, 26
 
     def x(value: float) -> float:
-        return left + (right - left) * math.log(value / low) / math.log(high / low)
+        return left + (right - left) * math.log(min(max(value, low), high) / low) / math.log(high / low)
 
-    height = step * len(usable) + 34
-    body = []
-    for tick in (0.01, 0.1, 0.25, 0.5, 1, 2, 4, 10, 100):
+    height = step * len(usable) + 50
+    body = [
+        _text(x(1) - 8, 14, "peer is better", "end", 'class="faint"'),
+        _text(x(1) + 8, 14, "ftgguf is better", more='class="faint"'),
+    ]
+    for tick in (0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20, 50):
         if low <= tick <= high:
-            faint = 'stroke-opacity=".25"' if tick != 1 else 'stroke-width="1.5"'
-            body += [
-                _stroke(x(tick), 4, x(tick), height - 24, more=faint),
-                _text(x(tick), height - 8, f"{tick:g}", "middle"),
-            ]
+            body.append(_stroke(x(tick), 22, x(tick), height - 22, 'class="one"' if tick == 1 else 'class="grid"'))
+            body.append(_text(x(tick), height - 6, f"{tick:g}x", "middle", 'class="faint"'))
     for i, b in enumerate(usable):
-        y = 8 + step * i
-        colour = "var(--bad)" if b.value < 1 else "var(--ours)"
+        y = 28 + step * i
         start, end = sorted((x(1), x(b.value)))
-        place = f'x="{start:.1f}" y="{y}" width="{max(end - start, 1):.1f}" height="14"'
-        body.append(f'<rect {place} fill="{colour}" fill-opacity=".6"/>')
-        body.append(_stroke(x(b.low), y + 7, x(b.high), y + 7, more='stroke-width="2"'))
-        body += [_text(left - 8, y + 12, b.label, "end"), _text(right + 8, y + 12, f"{b.value:.2f}")]
-    return _svg(height, body)
+        place = f'x="{start:.1f}" y="{y}" width="{max(end - start, 1.5):.1f}" height="16" rx="2"'
+        body.append(f'<rect {place} fill="var({b.colour})" fill-opacity=".75"/>')
+        body.append(_stroke(x(b.low), y + 8, x(b.high), y + 8, 'class="whisker"'))
+        body += [_stroke(x(end), y + 3, x(end), y + 13, 'class="whisker"') for end in (b.low, b.high)]
+        interval = f" [{b.low:.2f}, {b.high:.2f}]" if b.low != b.high else ""
+        body += [_text(left - 10, y + 12, b.label, "end"), _text(right + 10, y + 12, f"{b.value:.2f}{interval}")]
+    return _svg(WIDE, height, "ratios with their intervals", body)
 
 
-def _ticks(high: float) -> list[float]:
-    """About five round numbers from 0 to `high`."""
+def ticks(high: float) -> list[float]:
+    """Three to six round numbers from 0 to `high`."""
     step = 10 ** math.floor(math.log10(high / 4)) if high > 0 else 1.0
     step *= next((m for m in (1, 2, 5, 10) if high / (step * m) <= 6), 10)
-    return [step * i for i in range(int(high / step) + 1)]
+    return [step * i for i in range(int(high / step * 1.000001) + 1)]
 
 
-def line_plot(lines: Sequence[Line], x_name: str, y_name: str) -> str:
-    """Lines with markers over a linear axis from 0; empty without points."""
-    points = [p for line in lines for p in line.points]
-    if not points:
+@dataclass(frozen=True, slots=True)
+class _Area:
+    """Where the points of a plot go, and what the top of its y axis stands for."""
+
+    width: float
+    top: float
+
+    @property
+    def right(self) -> float:
+        return self.width - 16
+
+    @property
+    def lower(self) -> float:
+        return 226 if self.width > 600 else 166
+
+    def y(self, value: float) -> float:
+        return self.lower - (self.lower - _UPPER) * value / self.top
+
+    def svg(self, label: str, body: Sequence[str]) -> str:
+        return _svg(self.width, self.lower + 42, label, body)
+
+
+def draw(plot: Plot, width: float = WIDE) -> str:
+    """The plot; empty without points."""
+    values = [p[1] for line in plot.lines for p in line.points]
+    if not values:
         return ""
-    x0, x1 = min(p[0] for p in points), max(p[0] for p in points)
-    top = max(p[1] for p in points) or 1.0
-    left, right, upper, lower = 70, _WIDTH - 20, 26, 236
+    area = _Area(width, max(values) or 1.0)
+    return _bars(plot, area) if plot.categories else _lines(plot, area)
+
+
+def _frame(plot: Plot, area: _Area) -> list[str]:
+    """The y axis with its grid, and the names of both."""
+    faint = 'class="faint"'
+    body = [_text(4, 14, plot.y_name, more=faint), _text(area.right, area.lower + 34, plot.x_name, "end", faint)]
+    for tick in ticks(area.top):
+        y = area.y(tick)
+        body += [_stroke(_LEFT, y, area.right, y), _text(_LEFT - 8, y + 4, _number(tick), "end", faint)]
+    return body
+
+
+def _legend(lines: Sequence[Line], area: _Area) -> list[str]:
+    """Labels above the plot, from the right, clear of the y axis' name; squeezed where they are many."""
+    if len(lines) < 2:
+        return []
+    widths = [24 + 6.8 * len(line.label) for line in lines]
+    at = max(90.0, area.right - sum(widths))
+    squeeze = min(1.0, (area.right - at) / sum(widths))
+    body = []
+    for i, (line, width) in enumerate(zip(lines, widths, strict=True)):
+        body.append(f'<rect x="{at:.0f}" y="5" width="10" height="10" rx="2" fill="var({_colour(i)})"/>')
+        more = f'textLength="{(width - 24) * squeeze:.0f}" lengthAdjust="spacingAndGlyphs"' if squeeze < 1 else ""
+        body.append(_text(at + 14, 14, line.label, more=more))
+        at += width * squeeze
+    return body
+
+
+def _colour(i: int) -> str:
+    return COLOURS[i % len(COLOURS)]
+
+
+def _lines(plot: Plot, area: _Area) -> str:
+    xs = [p[0] for line in plot.lines for p in line.points]
+    x0, x1 = min(xs), max(xs)
 
     def x(value: float) -> float:
-        return left + (right - left) * ((value - x0) / (x1 - x0) if x1 > x0 else 0.5)
+        share = math.sqrt(value / 100) if plot.root_x else (value - x0) / (x1 - x0) if x1 > x0 else 0.5
+        return _LEFT + 8 + (area.right - _LEFT - 16) * share
 
-    def y(value: float) -> float:
-        return lower - (lower - upper) * value / top
+    body = _frame(plot, area)
+    for value in _x_ticks(plot, x0, x1, 12 if area.width > 600 else 6):
+        body.append(_text(x(value), area.lower + 18, f"{value:.4g}", "middle", 'class="faint"'))
+    marked = len(xs) <= 60 * len(plot.lines)
+    for i, line in enumerate(plot.lines):
+        for stroke in _strokes(line.points):
+            places = [(f"{x(a):.1f}", f"{area.y(b):.1f}") for a, b in stroke]
+            path = " ".join(f"{a},{b}" for a, b in places)
+            body.append(f'<polyline points="{path}" fill="none" stroke="var({_colour(i)})" stroke-width="2"/>')
+            if marked or len(stroke) == 1:
+                body += [f'<circle cx="{a}" cy="{b}" r="2.6" fill="var({_colour(i)})"/>' for a, b in places]
+    return area.svg(plot.title, [*body, *_legend(plot.lines, area)])
 
-    body = [_text(left, 14, y_name, "end"), _text(right, lower + 32, x_name, "end")]
-    for tick in _ticks(top):
-        body += [
-            _stroke(left, y(tick), right, y(tick), more='stroke-opacity=".2"'),
-            _text(left - 6, y(tick) + 4, f"{tick:g}", "end"),
-        ]
-    whole = all(p[0] == int(p[0]) for p in points)
-    middle = round((x0 + x1) / 2) if whole else (x0 + x1) / 2
-    for value in sorted({x0, middle, x1}):
-        body.append(_text(x(value), lower + 16, f"{value:.4g}", "middle"))
-    at = left + 20.0
-    for line, colour in zip(lines, _COLOURS * (1 + len(lines) // len(_COLOURS)), strict=False):
-        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line.points)
-        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        body += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.5" fill="{colour}"/>' for a, b in line.points]
-        body += [f'<circle cx="{at:.0f}" cy="10" r="4" fill="{colour}"/>', _text(at + 8, 14, line.label)]
-        at += 30 + 7.5 * len(line.label)
-    return _svg(lower + 40, body)
+
+def _x_ticks(plot: Plot, x0: float, x1: float, most: int) -> list[float]:
+    if plot.root_x:
+        return [v for v in (1.0, 3.0, 5.0, 11.0, 25.0, 37.0, 60.0, 100.0) if v <= max(x1, 1.0) * 1.2]
+    if x1 <= x0:
+        return [x0]
+    if all(p[0] == int(p[0]) for line in plot.lines for p in line.points):
+        step = math.ceil((x1 - x0 + 1) / most)
+        return [float(v) for v in range(int(x0), int(x1) + 1, step)]
+    return [v for v in ticks(x1) if v >= x0]
+
+
+def _strokes(points: Sequence[tuple[float, float]]) -> list[list[tuple[float, float]]]:
+    """A point whose x is not above the one before starts a new stroke."""
+    found: list[list[tuple[float, float]]] = []
+    for p in points:
+        if found and p[0] > found[-1][-1][0]:
+            found[-1].append(p)
+        else:
+            found.append([p])
+    return found
+
+
+def _bars(plot: Plot, area: _Area) -> str:
+    """Bars side by side, a group for each category."""
+    group = (area.right - _LEFT) / len(plot.categories)
+    width = min(48.0, group * 0.8 / len(plot.lines))
+    body = _frame(plot, area)
+    for i, name in enumerate(plot.categories):
+        body.append(_text(_LEFT + group * (i + 0.5), area.lower + 18, name, "middle"))
+    for k, line in enumerate(plot.lines):
+        for at, value in line.points:
+            left, y = _LEFT + group * (at + 0.5) + width * (k - len(plot.lines) / 2), area.y(value)
+            place = f'x="{left + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{max(0.0, area.lower - y):.1f}"'
+            body.append(f'<rect {place} fill="var({_colour(k)})"/>')
+            body.append(_text(left + width / 2, y - 4, _number(value), "middle"))
+    return area.svg(plot.title, [*body, *_legend(plot.lines, area)])

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from ftgguf.bench import outputs
+from ftgguf.bench import figures, outputs
 from ftgguf.bench.llama_bench import table
 from ftgguf.bench.report import Contestant, Report, Row, Turn
 from ftgguf.bench.stats import Ratio, deviation, mean, percentile
 
 QUANTILES = (50, 90, 99)
+SLOW_S = (10, 60, 120)
+"""Turns longer than this are counted: patience, a client's default timeout, a proxy's."""
 
 
 def render(report: Report) -> str:
     """The whole report as text; its tables are Markdown."""
     parts = [header(report), rows_table(report), memory_table(report)]
+    for t in figures.tables(report):
+        parts.append(f"{t.title}\n\n{table(t.columns, t.rows, t.left)}" + (f"{t.note}\n" if t.note else ""))
     if report.turns:
         parts.append(turns_table(report))
+        parts.append(table(*slow_table(report), left=("",)))
     parts.append(footer(report))
     return "\n".join(part for part in parts if part)
 
@@ -112,10 +117,13 @@ def memory_table(report: Report) -> str:
 
 
 def turns_table(report: Report) -> str:
-    """Sessions turn by turn: the prompt, and for each side what was cached and the time to the first token.
+    """Sessions turn by turn: the prompt, and for each side what was cached and the time to the first token."""
+    columns, rows = turn_rows(report)
+    return table(columns, rows, left=("session", "kind"))
 
-    Means over the rounds; a turn that failed in any round says so.
-    """
+
+def turn_rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of `turns_table`: means over the rounds; a turn that failed in any round says so."""
     names = [c.name for c in report.contestants]
     grouped: dict[tuple[str, int, str], dict[str, list[Turn]]] = {}
     for turn in report.turns:
@@ -134,7 +142,17 @@ def turns_table(report: Report) -> str:
     columns = ["session", "turn", "kind", "prompt"]
     for name in names:
         columns += [f"cached {name}", f"TTFT ms {name}"]
-    return table(columns, rows, left=("session", "kind"))
+    return columns, rows
+
+
+def slow_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: for each side how many turns took longer than SLOW_S, and how many failed."""
+    rows = []
+    for c in report.contestants:
+        turns = [t for t in report.turns if t.contestant == c.name]
+        over = [str(sum(t.total_ms > s * 1e3 for t in turns)) for s in SLOW_S]
+        rows.append([c.name, str(len(turns)), *over, str(sum(bool(t.error) for t in turns))])
+    return ["", "turns", *(f"over {s} s" for s in SLOW_S), "failed"], rows
 
 
 def footer(report: Report) -> str:
@@ -146,16 +164,21 @@ def footer(report: Report) -> str:
     return "\n".join(lines) + ("\n" if lines else "")
 
 
-def headline(report: Report) -> str:
-    """Ours against the best peer, workload by workload; empty where no fair ratio exists or the outputs differ."""
+def best_ratios(report: Report) -> list[tuple[Row, Contestant, Ratio]]:
+    """Speeds against the best peer, workload by workload; none where no fair ratio exists or the outputs differ."""
     if report.ours is None or report.outputs.faults():
-        return ""
-    said = []
+        return []
+    found = []
     for row in report.rows:
-        if row.metric != "tok/s":
-            continue
-        peer = report.best_peer(row)
+        peer = report.best_peer(row) if row.metric.startswith("tok/s") else None
         ratio = report.ratio(row, peer) if peer is not None else None
         if ratio is not None and peer is not None:
-            said.append(f"{row.workload} {ratio_cell(ratio)} of {peer.name}")
-    return "ftgguf against the best of its peers: " + "; ".join(said) if said else ""
+            found.append((row, peer, ratio))
+    return found
+
+
+def headline(report: Report) -> str:
+    """`best_ratios` in one line; empty without one."""
+    said = [f"{row.workload} {ratio_cell(ratio)} of {peer.name}" for row, peer, ratio in best_ratios(report)]
+    busy = "" if report.quiet else " (the machine was busy with other work: intervals do not cover that)"
+    return "ftgguf against the best of its peers: " + "; ".join(said) + busy if said else ""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ftgguf.bench.cache_watch import CacheWatch, watched
 from ftgguf.bench.client import Answer, RequestFailed, Target
 from ftgguf.bench.contenders import Contender, Running
 from ftgguf.bench.in_process import say
@@ -13,9 +14,6 @@ from ftgguf.bench.options import Options
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, Turn, missing_isa
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.tracefile import Request, Session, flattened
-
-SLOW_S = (10, 60, 120)
-"""Turns longer than this are counted: patience, a client's default timeout, a proxy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +51,17 @@ class Replay:
             for side in self.sides[n:] + self.sides[:n]:
                 if not side.lost:
                     self._round(r, side)
-        self._count_slow()
 
     def _round(self, r: int, side: Contender) -> None:
         c = side.contestant
         say(f"round {r + 1} of {self.options.repetitions}: starting {c.name}")
         try:
-            with side.up() as running:
+            with side.up() as running, watched(self.report, c.name, running.target) as watch:
                 if not self.prepared:
                     self._prepare(running.target)
                 if r == 0:
                     self._check(side, running.target)
-                self._replay(side, running)
+                self._replay(side, running, watch)
         except (ServerError, RequestFailed) as error:
             side.lost = True
             c.errors.append(str(error))
@@ -106,14 +103,19 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------------- replaying
 
-    def _replay(self, side: Contender, running: Running) -> None:
+    def _replay(self, side: Contender, running: Running, watch: CacheWatch) -> None:
         c = side.contestant
-        began, session = time.perf_counter(), ""
+        started = began = time.perf_counter()
+        session = ""
         for p in self.prepared:
             if p.session != session:
                 began, session = time.perf_counter(), p.session
                 say(f"{c.name}: {session}")
-            turn = Turn(c.name, p.session, p.number, len(p.ids), -1, 0.0, 0.0, 0, time.perf_counter() - began, p.kind)
+                watch.mark(session)
+            now = time.perf_counter()
+            turn = Turn(
+                c.name, p.session, p.number, len(p.ids), -1, 0.0, 0.0, 0, now - began, p.kind, at_s=now - started
+            )
             self.report.turns.append(turn)
             try:
                 answer = self._send(running.target, p)
@@ -155,22 +157,6 @@ class Replay:
         if answer.decode_rate:
             row = self.report.row("turns: decode", "tok/s")
             row.samples.setdefault(turn.contestant, []).append(answer.decode_rate)
-
-    def _count_slow(self) -> None:
-        for line in slow_turns(self.report):
-            self.report.notes.append(line)
-
-
-def slow_turns(report: Report) -> list[str]:
-    """One line a side: how many turns took longer than 10, 60 and 120 seconds, and how many failed."""
-    lines = []
-    for c in report.contestants:
-        turns = [t for t in report.turns if t.contestant == c.name]
-        over = "/".join(str(sum(t.total_ms > s * 1e3 for t in turns)) for s in SLOW_S)
-        limits = "/".join(map(str, SLOW_S))
-        failed = sum(bool(t.error) for t in turns)
-        lines.append(f"{c.name}: turns over {limits} s: {over} of {len(turns)}; failed: {failed}")
-    return lines
 
 
 def _render(target: Target, request: Request) -> tuple[Request, list[int]]:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ftgguf.bench.client import Answer, Prompt, RequestFailed, Target, together
+from ftgguf.bench.client import BURST_S, Answer, Prompt, RequestFailed, Target, together
 from ftgguf.bench.prompts import TEXTS
-from ftgguf.bench.report import Contestant, Report
+from ftgguf.bench.report import Contestant, Pace, Report
 
 SUFFIXES = (1, 16, 64, 256)
 STREAMS = (1, 2, 4)
-BURST_S = 50e-6
-"""Tokens closer than this came in one piece: no engine decodes at 20,000 tokens a second here."""
 FIRST = 128
 """Tokens of a long generation that are reported apart from the rest."""
 SHORT = 32
 """Tokens of a prompt that is only there to start a generation."""
+LONGEST_TEXT = 256
+"""Tokens that hold any of the short texts, whatever the tokenizer."""
+CALIBRATION = 256
+"""Tokens of the prompt whose time tells which longer ones are bearable."""
+PACES = 24
+"""Points that a generation's pace is kept as, at most."""
 
 
 class Source:
@@ -27,11 +31,17 @@ class Source:
 
     def __init__(self, n_vocab: int) -> None:
         self._n_vocab = n_vocab
+        self.texts: Sequence[Prompt] = ()
+        """Short texts of several domains, set once a tokenizer is known."""
 
     def make(self, n: int, seed: int) -> Prompt:
         """`n` tokens; the same for the same seed."""
         ids: list[int] = np.random.default_rng(seed).integers(0, self._n_vocab, n).tolist()
         return ids
+
+    def text(self, which: int) -> Prompt:
+        """A short text of one of several domains (`prompts.TEXTS`), random where no tokenizer is known."""
+        return self.texts[which % len(self.texts)] if self.texts else self.make(SHORT, which)
 
     def join(self, prefix: Prompt, suffix: Prompt) -> Prompt:
         """One prompt of two."""
@@ -45,6 +55,7 @@ class TextSource(Source):
 
     def __init__(self, tokenize: Callable[[str], Sequence[int]]) -> None:
         super().__init__(0)
+        self.texts = TEXTS
         self._words = " ".join(TEXTS).split()
         self._ratio = len(self._words) / max(1, len(tokenize(" ".join(self._words))))
 
@@ -68,7 +79,7 @@ class Plan:
     def longest(self) -> int:
         """Tokens the longest single sequence needs."""
         gen = max(self.gens, default=0)
-        lengths = [*self.prompts, *(d + SHORT + gen for d in self.depths), SHORT + gen, 512]
+        lengths = [*self.prompts, *(d + SHORT + gen for d in self.depths), LONGEST_TEXT + gen, 512]
         return max([*lengths, self.context + max(SUFFIXES) if self.context else 0])
 
     @property
@@ -76,6 +87,32 @@ class Plan:
         """Cells of a pool that holds the longest sequence, a cached context and all streams."""
         gen = max(self.gens, default=0)
         return max(self.longest, max(self.streams, default=1) * (SHORT + gen)) + 256
+
+    def tokens(self) -> tuple[int, int]:
+        """Prompt tokens and generated tokens of one side's round."""
+        read = (
+            sum(self.prompts) + len(self.gens) * sum(self.depths) + (self.context + sum(SUFFIXES)) * bool(self.context)
+        )
+        return read, sum(self.gens) * (1 + len(self.depths) + len(self.streams))
+
+    def within(self, rate: float, seconds: float, report: Report) -> Plan:
+        """Without prompts and contexts that would take longer than `seconds` each at `rate` tok/s: noted. The shortest
+        prompt stays."""
+        most = rate * seconds
+        keep = tuple(n for n in self.prompts if n <= max(most, min(self.prompts)))
+        depths = tuple(n for n in self.depths if n <= most)
+        context = self.context if self.context <= most else int(most)
+        context = context if context >= 256 else 0
+        left = [f"pp{n}" for n in self.prompts if n not in keep] + [f"@ d{n}" for n in self.depths if n not in depths]
+        if left:
+            report.notes.append(
+                f"left out, as ours reads {rate:.0f} tok/s and one prompt may take {seconds:.0f} s (--longest): "
+                + ", ".join(left)
+            )
+        if context != self.context:
+            what = f"on a context of {context} tokens" if context else "left out"
+            report.notes.append(f"short suffixes are {what} instead of {self.context}, for the same reason")
+        return replace(self, prompts=keep, depths=depths, context=context)
 
 
 def make_plan(
@@ -116,6 +153,8 @@ class Bench:
     plan: Plan
     workloads: Sequence[str]
     round: int
+    salt: int = 0
+    """Added to every seed: other prompts for a server that may remember the last comparison's."""
     rates: list[tuple[float, float]] = field(default_factory=list)
     """Decode rates by the client's and by the server's clock."""
     prompt_ns: list[tuple[str, int]] = field(default_factory=list)
@@ -139,14 +178,25 @@ class Bench:
                     yield f"{count} x tg{n}", lambda n=n, c=count: self._streams(n, c)  # type: ignore[misc]
 
     def warm_up(self) -> None:
-        """Untimed: a short prompt and a few tokens."""
-        self.target.complete(self.source.make(SHORT, 0), 8)
+        """Untimed: the shortest prompt once, a few tokens, and all streams at once: what an engine builds for a shape
+        when it first sees it is built."""
+        self.target.complete(self.source.make(min([512, *self.plan.prompts]), self._seed(900)), 8)
+        count = max(self.plan.streams, default=1)
+        if count > 1:
+            prompts = [self.source.make(SHORT, self._seed(901 + i)) for i in range(count)]
+            together([lambda p=p: self.target.complete(p, 4) for p in prompts])  # type: ignore[misc]
+
+    def calibrate(self) -> tuple[float, float]:
+        """About how many prompt tokens a second, and how many generated ones."""
+        answer = self.target.complete(self.source.make(CALIBRATION, self._seed(950)), 16)
+        return (answer.prompt_n or CALIBRATION) / answer.ttft, answer.decode_rate
 
     def _seed(self, what: int) -> int:
-        return 1000 * (self.round + 1) + what
+        return self.salt + 100_000 * (self.round + 1) + what
 
-    def _add(self, workload: str, metric: str, values: Sequence[float], *, faster: bool, pooled: bool = False) -> None:
-        row = self.report.row(workload, metric, higher_is_better=faster, paired=not pooled, quantiles=pooled)
+    def _add(self, workload: str, metric: str, values: Sequence[float], *, faster: bool) -> None:
+        """Speeds are paired by round; times are pooled, so that their p50, p90 and p99 can be shown."""
+        row = self.report.row(workload, metric, higher_is_better=faster, paired=faster, quantiles=not faster)
         row.samples.setdefault(self.side.name, []).extend(values)
 
     def _ask(self, name: str, prompt: Prompt, n: int, *, cache: bool = False) -> Answer:
@@ -167,19 +217,23 @@ class Bench:
         self._add(f"pp{n}", "TTFT ms", [answer.ttft * 1e3], faster=False)
 
     def _generate(self, n: int) -> None:
-        answer = self._ask(f"tg{n}", self.source.make(SHORT, self._seed(1)), n)
-        self._decoded(f"tg{n}", answer)
+        # another domain each round: one text that suits an expert cache would flatter it
+        self._decoded(f"tg{n}", self._ask(f"tg{n}", self.source.text(self.round), n))
 
     def _decoded(self, name: str, answer: Answer) -> None:
         self._add(name, "tok/s", [answer.decode_rate], faster=True)
-        self._add(name, "gap ms", [g * 1e3 for g in answer.token_gaps], faster=False, pooled=True)
+        self._add(name, "gap ms", [g * 1e3 for g in answer.token_gaps], faster=False)
+        self._pace(name, answer)
+        self._looped(name, answer)
         if answer.counted and len(answer.arrivals) >= 2 * FIRST:
             # an expert cache that is still warming up shows in the first tokens
             first, rest = answer.arrivals[:FIRST], answer.arrivals[FIRST - 1 :]
             for part, times in ((f"first {FIRST}", first), ("the rest", rest)):
                 self._add(f"{name}, {part}", "tok/s", [(len(times) - 1) / (times[-1] - times[0])], faster=True)
         bursts = sum(g < BURST_S for g in answer.token_gaps)
-        if bursts > len(answer.token_gaps) / 4:
+        if answer.in_one_piece:
+            self._note(f"{name}: the tokens came all at once: its rate counts the prompt's time too")
+        elif bursts > len(answer.token_gaps) / 4:
             self._note("tokens reach the client in bursts: look at p90 and p99 of the gaps, not at p50")
         server = answer.server.get("predicted_per_second", 0.0)
         if server:
@@ -187,24 +241,41 @@ class Bench:
         if not answer.counted:
             self._note("gaps are between chunks of its stream: it does not say which tokens a chunk holds")
 
+    def _pace(self, name: str, answer: Answer) -> None:
+        """Keep how the speed went over the generation, in up to PACES stretches of equal time, of 8 tokens on average
+        at least."""
+        if not answer.counted or answer.in_one_piece or len(answer.arrivals) < 16:
+            return
+        times = np.asarray(answer.arrivals[answer.first_piece - 1 :])
+        counts, ends = np.histogram(times[1:], max(2, min(PACES, len(times) // 8)), (times[0], times[-1]))
+        width = float(ends[1] - ends[0])
+        points = [(float(end), float(n) / width) for end, n in zip(ends[1:], counts, strict=True)]
+        self.report.paces.append(Pace(self.side.name, name, self.round, points))
+
+    def _looped(self, name: str, answer: Answer) -> None:
+        tail = answer.tokens[len(answer.tokens) // 2 :]
+        if len(tail) >= 32 and len(set(tail)) <= len(tail) // 4:
+            text = "the text repeats itself towards its end, so routing does too: an expert cache looks better for it"
+            self._note(f"{name}: {text}")
+
     def _at_depth(self, n: int, depth: int) -> None:
         name = f"tg{n} @ d{depth}"
         prefix = self.source.make(depth, self._seed(2))
-        self.target.complete(prefix, 1, cache=True)
+        length = self.target.complete(prefix, 1, cache=True).prompt_n or depth
         prompt = self.source.join(prefix, self.source.make(SHORT, self._seed(3)))
         answer = self._ask(name, prompt, n, cache=True)
-        self._expect_cached(name, answer, depth)
+        self._expect_cached(name, answer, length)
         self._decoded(name, answer)
 
     def _suffixes(self) -> None:
         length = self.plan.context
         prefix = self.source.make(length, self._seed(4))
-        self.target.complete(prefix, 1, cache=True)
+        there = self.target.complete(prefix, 1, cache=True).prompt_n or length
         for n in SUFFIXES:
             name = f"+{n} on {length}"
             prompt = self.source.join(prefix, self.source.make(n, self._seed(5 + n)))
             answer = self._ask(name, prompt, 1, cache=True)
-            self._expect_cached(name, answer, length)
+            self._expect_cached(name, answer, there)
             self._add(name, "TTFT ms", [answer.ttft * 1e3], faster=False)
 
     def _expect_cached(self, name: str, answer: Answer, length: int) -> None:
@@ -219,8 +290,8 @@ class Bench:
         seconds = max(a.arrivals[-1] for a in answers)
         self._add(name, "tok/s in all", [sum(a.n_gen for a in answers) / seconds], faster=True)
         gaps = [g * 1e3 for a in answers for g in a.token_gaps]
-        self._add(name, "gap ms", gaps, faster=False, pooled=True)
-        self._add(name, "TTFT ms", [a.ttft * 1e3 for a in answers], faster=False, pooled=True)
+        self._add(name, "gap ms", gaps, faster=False)
+        self._add(name, "TTFT ms", [a.ttft * 1e3 for a in answers], faster=False)
 
 
 __all__ = ["Bench", "Plan", "RequestFailed", "Source", "TextSource", "make_plan"]

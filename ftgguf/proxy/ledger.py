@@ -49,9 +49,12 @@ class Ledger:
     compared: int = 0
     _answers: dict[tuple[str, int], str] = field(default_factory=dict)
     _count: int = 0
+    _began: float = -1.0
+    """When the first request came, by the proxy's clock."""
 
     def ask(self, body: dict[str, Any], at: float) -> Asked:
         """Place a request: it continues the conversation with which it shares most messages, if any."""
+        self._began = at if self._began < 0 else self._began
         messages = _messages(body)
         found = max(self.conversations, key=lambda c: common(c.messages, messages), default=None)
         kind = "first" if found is None else continues(found.messages, messages)
@@ -84,6 +87,7 @@ class Ledger:
             asked.at - c.began,
             asked.kind,
             error,
+            asked.at - self._began,
         )
         self.report.turns.append(turn)
         if error:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import uvicorn
 
-from ftgguf.bench import host, html, table
+from ftgguf.bench import host
+from ftgguf.bench.cache_watch import CacheWatch
+from ftgguf.bench.client import Target
+from ftgguf.bench.publish import add_output_flags, publish, save
+from ftgguf.bench.recording import command_line
 from ftgguf.bench.report import Contestant, Report
-from ftgguf.bench.trace import slow_turns
 from ftgguf.proxy.app import Proxy, Side
 from ftgguf.proxy.ledger import Ledger, say
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     if options.a.rstrip("/") == options.b.rstrip("/"):
         print("ftgguf proxy: --a and --b are the same server", file=sys.stderr)
         return 1
-    report = Report("proxy", shlex.join(["ftgguf", "proxy", *argv]))
+    report = Report("proxy", command_line(["ftgguf", "proxy", *argv]))
     report.host = host.describe()
     try:
         a = _side(options.a, "A", options.a_key, first=True)
@@ -63,12 +63,15 @@ def main(argv: list[str]) -> int:
         timeout_graceful_shutdown=2,
     )
     server = _Server(settings)
-    server.run()
+    watches = [CacheWatch(report, s.contestant.name, Target(s.url, "native", api_key=s.api_key)) for s in (a, b)]
+    try:
+        server.run()
+    finally:
+        for watch in watches:
+            watch.stop()
     if not server.started:
         return 1
-    report.notes += slow_turns(report)
-    print(table.render(ledger.finish()), end="")
-    saver.save()
+    publish(ledger.finish(), output=options.output, page=options.html, report_file=options.report)
     return report.status
 
 
@@ -89,8 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--a-key", default="", metavar="KEY", help="API key for A instead of the client's")
     parser.add_argument("--b-key", default="", metavar="KEY", help="API key for B, which never gets the client's")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds until a side counts as hung")
-    parser.add_argument("--report", default="", metavar="FILE", help="keep the report there as JSON")
-    parser.add_argument("--html", default="", metavar="FILE", help="keep the report there as a page with plots")
+    add_output_flags(parser)
     return parser
 
 
@@ -125,8 +127,7 @@ class _Saver:
 
     def __init__(self, ledger: Ledger, report: str, page: str) -> None:
         self._ledger = ledger
-        self._files = {Path(report): True} if report else {}
-        self._files |= {Path(page): False} if page else {}
+        self._files = {"report_file": report, "page": page}
         self._last = 0.0
 
     def changed(self) -> None:
@@ -137,14 +138,7 @@ class _Saver:
     def save(self) -> None:
         """Write now."""
         self._last = time.monotonic()
-        report = self._ledger.finish()
-        for path, as_json in self._files.items():
-            partial = path.with_name(f".{path.name}.part")
-            if as_json:
-                report.save(partial)
-            else:
-                partial.write_text(html.page(report), encoding="utf-8")
-            os.replace(partial, path)
+        save(self._ledger.finish(), **self._files)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ftgguf.bench.main import main
@@ -38,9 +40,22 @@ def test_test_names_are_llama_benchs() -> None:
 
 def test_defaults_and_engine_flags_go_apart() -> None:
     options = parse(["-m", "x.gguf", "-t", "2", "--weights-layout", "plain", "-ngl", "20", "-fa", "on"])
-    assert [t.name for t in options.tests] == ["pp512", "pp2048", "tg128"]
+    assert [t.name for t in options.tests] == ["pp512", "tg128"]
     assert options.repetitions == 5
     assert options.engine_lines() == [["--weights-layout", "plain", "-fa", "on", "-t", "2", "-ngl", "20"]]
+
+
+def test_each_kind_of_test_has_its_own_default() -> None:
+    """As llama-bench's: -p alone keeps tg128, -pg comes on top, 0 leaves a kind out."""
+    assert [t.name for t in parse(["-p", "8"]).tests] == ["pp8", "tg128"]
+    assert [t.name for t in parse(["-p", "0", "-pg", "8,4"]).tests] == ["tg128", "pp8+tg4"]
+
+
+def test_files_that_cannot_be_written_are_found_before_anything_is_measured(tmp_path: Path) -> None:
+    for flag in ("--html", "--report"):
+        for name in (str(tmp_path), str(tmp_path / "no" / "x")):
+            with pytest.raises(UsageError, match=f"{flag} .*: no file can be written there"):
+                parse([flag, name])
 
 
 def test_several_values_make_every_combination() -> None:

@@ -20,7 +20,8 @@ from ftgguf.bench.main import main
 from ftgguf.bench.options import parse
 from ftgguf.bench.recording import MASK, Recorder, mask, mask_text
 from ftgguf.bench.report import OK, PEER_FAILED, Contestant, Report
-from ftgguf.bench.trace import Replay, slow_turns
+from ftgguf.bench.table import slow_table
+from ftgguf.bench.trace import Replay
 from ftgguf.bench.tracefile import Request, Session, TraceError
 
 from .stub_server import Script, stub
@@ -217,7 +218,7 @@ def test_replay_records_every_turn_of_every_side() -> None:
     assert len(report.turns) == 2 * 2 * 2 * 6  # sides, rounds, sessions, turns with the two added
     assert {t.kind for t in report.turns} == {"first", "append", "edited", "side"}
     assert all(t.cached_n == t.prompt_n - 1 and 0 < t.ttft_ms <= t.total_ms for t in report.turns)
-    assert slow_turns(report)[0] == "ours: turns over 10/60/120 s: 0/0/0 of 24; failed: 0"
+    assert slow_table(report)[1][0] == ["ours", "24", "0", "0", "0", "0"]
 
 
 def test_sides_get_the_same_ids_and_answers_as_long_as_recorded() -> None:

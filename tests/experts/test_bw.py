@@ -21,9 +21,12 @@ def test_the_cpu_side_is_measured_and_stored(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     types = {"*.1.ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
-    path = make("qwen3moe", tmp_path / "m.gguf", types=types, n_layer=2)
-    assert bw.main(["-m", str(path), "--seconds", "0.02", "-t", "1", "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    path, page = make("qwen3moe", tmp_path / "m.gguf", types=types, n_layer=2), tmp_path / "bw.html"
+    assert bw.main(["-m", str(path), "--seconds", "0.02", "-t", "1", "-o", "json", "--html", str(page)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row[0] for row in report["tables"][0]["rows"]] == ["Q4_K", "Q4_K+Q6_K"]
+    assert "<svg" in page.read_text()
+    record = report["data"]
     assert set(record["types"]) == {"Q4_K", "Q4_K+Q6_K"}
     for m in record["types"].values():
         assert m["rates"]["fill"] == 0

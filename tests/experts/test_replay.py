@@ -100,10 +100,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cache.main([*common, "--html", str(tmp_path / "x.html")]) == 0
     text = capsys.readouterr().out
     assert cache.main([*common, "-o", "json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out)["data"]
     assert data["trace"] == {"tokens": 60, "layers": 24, "experts": 32, "k": 4, "share": 25 / 60}
     first = data["results"][0]
-    assert f"| **decay** | {first['hit']:.3f} |" in text
+    assert f"| decay (shipped) | {first['hit']:.3f} |" in text
     page = (tmp_path / "x.html").read_text()
     assert page.count("<polyline") == 4
     assert "<svg" in page
