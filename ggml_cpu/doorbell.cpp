@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
 #include <limits>
 #include <optional>
@@ -49,7 +50,9 @@ struct Served {
 class Doorbell {
   public:
     Doorbell(ExpertWorker & worker, Mailbox box, int layers, double timeout_seconds)
-        : worker_(worker), box_(box), served_(layers), timeout_(timeout_seconds) {
+        : worker_(worker), box_(box), served_(layers), before_(layers), timeout_(timeout_seconds) {
+        // Jobs of a decode step come up to some milliseconds apart where the cache hits well.
+        worker_.spin_for(2000);
         // Whatever was asked before the server was there is not answered: the state is whole before the threads start.
         seen_ = load(kRequest);
         store(kDone, seen_);
@@ -79,10 +82,38 @@ class Doorbell {
         return rows;
     }
 
+    // What was served since the last call, with the GPU's trace (int64 [layers, 8], kernels.fill.TRACE_FIELDS), added up
+    // by kind of layer: float64 [kinds, 14], see experts/meter.py. Between two steps, so without Python over layers.
+    void step_sums(const int64_t * trace, const double * expert_bytes, const int32_t * kind, double * out) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (size_t l = 0; l < served_.size(); l++) {
+            const Served now = served_[l], before = before_[l];
+            before_[l] = now;
+            const int64_t * t = trace + 8 * l;
+            double * row = out + 14 * kind[l];
+            const double filled = t[2] * expert_bytes[l], computed = static_cast<double>(now.bytes - before.bytes);
+            const double cpu_seconds = (now.nanoseconds - before.nanoseconds) * 1e-9;
+            row[0] += filled;
+            row[1] += t[5] * 1e-9;
+            row[2] += computed;
+            row[3] += cpu_seconds;
+            add_job(row + 4, filled, t[4] * 1e-9);
+            add_job(row + 9, computed, cpu_seconds);
+        }
+    }
+
+    int layers() const { return static_cast<int>(served_.size()); }
     void stall(double seconds) { stall_ = seconds; }
     void set_timeout(double seconds) { timeout_ = seconds; }
 
   private:
+    // Jobs, bytes, bytes^2, seconds, bytes * seconds.
+    static void add_job(double * sums, double bytes, double seconds) {
+        if (bytes <= 0) return;
+        const double more[5] = {1, bytes, bytes * bytes, seconds, bytes * seconds};
+        for (int i = 0; i < 5; i++) sums[i] += more[i];
+    }
+
     int64_t load(int word) const { return __atomic_load_n(box_.words + word, __ATOMIC_ACQUIRE); }
     void store(int word, int64_t value) { __atomic_store_n(box_.words + word, value, __ATOMIC_RELEASE); }
 
@@ -102,12 +133,12 @@ class Doorbell {
             int64_t request = load(kRequest);
             if (request == seen_) {
                 relax(spins++);
-                // Busy only around decode steps: after 2 ms the thread looks every 50 us, after a second every ms.
+                // Busy only around decode steps: after 5 ms the thread looks every 50 us, after a second every ms.
                 if (spins % 256 == 0) {
                     auto idle = Clock::now() - idle_since;
                     if (idle > std::chrono::seconds(1)) {
                         std::this_thread::sleep_for(std::chrono::milliseconds(1));
-                    } else if (idle > std::chrono::milliseconds(2)) {
+                    } else if (idle > std::chrono::milliseconds(5)) {
                         std::this_thread::sleep_for(std::chrono::microseconds(50));
                     }
                 }
@@ -177,7 +208,7 @@ class Doorbell {
 
     ExpertWorker & worker_;
     Mailbox box_;
-    std::vector<Served> served_;
+    std::vector<Served> served_, before_;
     std::atomic<double> timeout_;
     std::atomic<double> stall_{0};
     std::atomic<bool> stop_{false};
@@ -193,6 +224,9 @@ class Doorbell {
 using F32s = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using I32s = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Out = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Trace = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F64s = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Sums = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 static Act act_of(const std::string & name) {
     if (name == "silu") return Act::silu;
@@ -283,6 +317,18 @@ void bind_experts(nb::module_ & m) {
         .def("close", &Doorbell::close, nb::call_guard<nb::gil_scoped_release>())
         .def("error", &Doorbell::error)
         .def("statistics", &Doorbell::statistics, "For each layer: jobs, experts, entries, bytes, nanoseconds.")
+        .def("step_sums",
+             [](Doorbell & d, Trace trace, F64s expert_bytes, I32s kind, Sums out) {
+                 const size_t n = d.layers();
+                 const int32_t * of = kind.data();
+                 if (trace.shape(0) != n || trace.shape(1) != 8 || expert_bytes.size() != n || kind.size() != n ||
+                     out.shape(1) != 14 || std::any_of(of, of + n, [&](int32_t k) {
+                         return k < 0 || static_cast<size_t>(k) >= out.shape(0); })) {
+                     throw std::invalid_argument("trace [layers, 8], expert_bytes and kind [layers], out [kinds, 14]");
+                 }
+                 d.step_sums(trace.data(), expert_bytes.data(), of, out.data());
+             },
+             nb::arg("trace"), nb::arg("expert_bytes"), nb::arg("kind"), nb::arg("out"))
         .def("stall", &Doorbell::stall, nb::arg("seconds"), "Delay each answer: for tests of the watchdog.")
         .def("set_timeout", &Doorbell::set_timeout, nb::arg("seconds"));
     m.attr("DOORBELL_WORDS") = kWords;

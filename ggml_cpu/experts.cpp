@@ -16,8 +16,8 @@
 
 namespace ftgguf {
 
-// Helpers spin this long for the next job before they sleep: the pause between two layers of a decode step is shorter.
-constexpr auto kSpin = std::chrono::microseconds(300);
+// Jobs with no more entries (routed rows) save a barrier; more are shared out evenly.
+constexpr int kFewEntries = 64;
 // Entries whose intermediate rows exist at once: 4096 rows of 2048 floats are 32 MiB.
 constexpr int kEntries = 4096;
 
@@ -63,7 +63,7 @@ void Team::helper(int index) {
     pin_thread(cpus_[index]);
     uint64_t seen = 0;
     while (true) {
-        auto until = std::chrono::steady_clock::now() + kSpin;
+        auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us_.load(std::memory_order_relaxed));
         int spins = 0;
         while (epoch_.load(std::memory_order_acquire) == seen) {
             relax(spins++);
@@ -256,31 +256,49 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
     hidden_rounded_.resize(entries * l.down.input_bytes);
     out_.resize(entries * d_out);
     used_.assign(job.rows, 0);
-    for (int j = 0; j < entries; j++) used_[rows_of[j] / job.k] = 1;
+    int rows_used = 0;
+    for (int j = 0; j < entries; j++) {
+        uint8_t & used = used_[rows_of[j] / job.k];
+        rows_used += !used;
+        used = 1;
+    }
     // By entry: a row's ranks are added up in their order, whichever expert came first.
     order_.resize(entries);
     std::iota(order_.begin(), order_.end(), 0);
     std::sort(order_.begin(), order_.end(), [&](int a, int b) { return rows_of[a] < rows_of[b]; });
 
     const int wanted = 6 * team_.size();  // tasks, so that a slow thread does not hold up the rest
-    auto chunk_of = [&](int64_t n) {
-        int64_t per = std::max<int64_t>(1, (wanted + n_experts - 1) / n_experts);
-        return std::max<int64_t>(8, (n + per - 1) / per);
-    };
-    const int64_t chunk_f = chunk_of(f), chunk_d = chunk_of(d_out), chunk_y = 256;
+    auto chunk_of = [&](int64_t n, int64_t parts) { return std::max<int64_t>(8, (n + parts - 1) / parts); };
+    const int64_t chunk_f = chunk_of(f, std::max<int64_t>(1, (wanted + n_experts - 1) / n_experts));
+    const int64_t chunk_d = chunk_of(d_out, wanted);
     const int chunks_f = static_cast<int>((f + chunk_f - 1) / chunk_f);
     const int chunks_d = static_cast<int>((d_out + chunk_d - 1) / chunk_d);
-    const int chunks_y = static_cast<int>((d_out + chunk_y - 1) / chunk_y);
-    std::atomic<int> next[5] = {{0}, {0}, {0}, {0}, {0}};
     const uint8_t * input_up = two_roundings ? input_b_.data() : input_a_.data();
+    auto round_input = [&](int64_t row) {
+        round_row(first, job.x + row * d_in, input_a_.data() + row * first.input_bytes);
+        if (two_roundings) round_row(l.up, job.x + row * d_in, input_b_.data() + row * l.up.input_bytes);
+    };
+    auto round_hidden = [&](int j) {
+        round_row(l.down, hidden_.data() + j * f, hidden_rounded_.data() + j * l.down.input_bytes);
+    };
+    // A decode step's job takes some 100 us, in which a round of waiting for each other costs several: with one row the
+    // calling thread rounds it before the others begin, and with few entries whoever finishes an expert rounds its.
+    const bool few = entries <= kFewEntries;
+    if (few && left_size_ < n_experts) {
+        left_ = std::make_unique<std::atomic<int>[]>(n_experts);
+        left_size_ = n_experts;
+    }
+    for (int i = 0; few && i < n_experts; i++) left_[i].store(chunks_f, std::memory_order_relaxed);
+    if (rows_used == 1) round_input(rows_of[0] / job.k);
+    std::atomic<int> next[4] = {{0}, {0}, {0}, {0}};
 
     std::function<void(int)> body = [&](int) {
-        for (int row; (row = next[0]++) < job.rows;) {
-            if (!used_[row]) continue;
-            round_row(first, job.x + row * d_in, input_a_.data() + row * first.input_bytes);
-            if (two_roundings) round_row(l.up, job.x + row * d_in, input_b_.data() + row * l.up.input_bytes);
+        if (rows_used > 1) {
+            for (int row; (row = next[0]++) < job.rows;) {
+                if (used_[row]) round_input(row);
+            }
+            team_.barrier();
         }
-        team_.barrier();
         for (int task; (task = next[1]++) < n_experts * chunks_f;) {
             const int i = task / chunks_f, e = expert[i];
             const int64_t from = (task % chunks_f) * chunk_f, to = std::min(f, from + chunk_f);
@@ -292,24 +310,25 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
                     hidden_[j * f + n] = activate(l.act, l.has_gate, g, u);
                 }
             }
-        }
-        team_.barrier();
-        for (int j; (j = next[2]++) < entries;) {
-            round_row(l.down, hidden_.data() + j * f, hidden_rounded_.data() + j * l.down.input_bytes);
-        }
-        team_.barrier();
-        for (int task; (task = next[3]++) < n_experts * chunks_d;) {
-            const int i = task / chunks_d, e = expert[i];
-            const int64_t from = (task % chunks_d) * chunk_d, to = std::min(d_out, from + chunk_d);
-            for (int64_t n = from; n < to; n++) {
-                for (int j = start[i]; j < start[i + 1]; j++) {
-                    out_[j * d_out + n] = product(l.down, e, n, hidden_rounded_.data() + j * l.down.input_bytes);
-                }
+            if (few && left_[i].fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                for (int j = start[i]; j < start[i + 1]; j++) round_hidden(j);
             }
         }
         team_.barrier();
-        for (int task; (task = next[4]++) < chunks_y;) {
-            const int64_t from = task * chunk_y, to = std::min(d_out, from + chunk_y);
+        if (!few) {
+            for (int j; (j = next[2]++) < entries;) round_hidden(j);
+            team_.barrier();
+        }
+        // A task has all experts' part of some columns, so that it can add them up as well.
+        for (int task; (task = next[3]++) < chunks_d;) {
+            const int64_t from = task * chunk_d, to = std::min(d_out, from + chunk_d);
+            for (int i = 0; i < n_experts; i++) {
+                for (int64_t n = from; n < to; n++) {
+                    for (int j = start[i]; j < start[i + 1]; j++) {
+                        out_[j * d_out + n] = product(l.down, expert[i], n, hidden_rounded_.data() + j * l.down.input_bytes);
+                    }
+                }
+            }
             for (int j : order_) {
                 const float w = job.weights[rows_of[j]];
                 float * y = job.y + (rows_of[j] / job.k) * d_out;

@@ -63,20 +63,24 @@ class Team {
     int size() const { return static_cast<int>(cpus_.size()); }
     void run(const std::function<void(int)> & body);
     void barrier();
+    // How long helpers spin for the next job before they sleep. Waking them from sleep costs more than a small job.
+    void spin_for(int microseconds) { spin_us_ = microseconds; }
 
   private:
     void helper(int index);
     std::vector<int> cpus_;
     std::vector<std::thread> threads_;
     const std::function<void(int)> * body_ = nullptr;
-    std::atomic<uint64_t> epoch_{0};
-    std::atomic<int> running_{0};
-    std::atomic<int> sleeping_{0};
+    std::atomic<int> spin_us_{300};
     std::atomic<bool> stop_{false};
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::atomic<int> arrived_{0};
-    std::atomic<uint32_t> round_{0};
+    // What some threads spin on while others count up lies in cache lines (pairs, for the prefetcher) of its own.
+    alignas(128) std::atomic<uint64_t> epoch_{0};
+    alignas(128) std::atomic<int> running_{0};
+    std::atomic<int> sleeping_{0};
+    alignas(128) std::atomic<int> arrived_{0};
+    alignas(128) std::atomic<uint32_t> round_{0};
 };
 
 void pin_thread(int cpu);
@@ -91,6 +95,7 @@ class ExpertWorker {
     void compute(const ExpertJob & job);
     int threads() const { return team_.size(); }
     int first_cpu() const { return first_cpu_; }
+    void spin_for(int microseconds) { team_.spin_for(microseconds); }
 
   private:
     void check(const ExpertJob & job) const;
@@ -105,6 +110,8 @@ class ExpertWorker {
     std::vector<float> hidden_, out_;
     std::vector<uint8_t> used_;
     std::vector<int32_t> order_;
+    std::unique_ptr<std::atomic<int>[]> left_;  // [experts]: tasks of an expert that are not done
+    int left_size_ = 0;
 };
 
 }  // namespace ftgguf

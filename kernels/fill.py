@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .device import INTERPRET, aligned
+from .overlap import after_previous, overlap
 from .residency import StepBuffers
 
 CHUNK = 16384
@@ -27,7 +28,8 @@ LOOK_FOR_ABORT: tl.constexpr = tl.constexpr(64)
 """Every so many looks at `done` the wait looks at `abort` too."""
 
 TRACE_FIELDS = 8
-"""int64 a layer: hits, misses, fills, CPU experts, entries, nanoseconds of the fill, of the wait, time of its end."""
+"""int64 a layer: hits, misses, fills, CPU experts, nanoseconds from the fill's begin to the wait's (0: no fills),
+of the fill, of the wait, time of its end."""
 
 
 @triton.jit
@@ -52,9 +54,32 @@ def _acquire(address):
         )
 
 
+_RELEASE_ASM: tl.constexpr = tl.constexpr("""
+{
+    .reg .pred first;
+    .reg .u32 thread;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first st.release.sys.global.s64 [$1], $2;
+    mov.s64 $0, $2;
+}
+""")
+
+
+@triton.jit
+def _release(address, number):
+    """Store int64 `number` at `address` in host memory, behind all that the program has written; after a barrier. A
+    store, where an exchange would wait for the word's old value to come over the link."""
+    if INTERPRET:
+        tl.store(address.to(tl.pointer_type(tl.int64)), number)
+    else:
+        tl.inline_asm_elementwise(_RELEASE_ASM, "=l,l,l", [address, number], dtype=tl.int64, is_pure=False, pack=1)
+
+
 @triton.jit
 def _fill(header, fill_src, fill_dst, slot_bytes, stamps, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
     """Copy `slot_bytes` (a multiple of 256) from fill_src[i, 0] to fill_dst[i] for each fill."""
+    after_previous()
     pid = tl.program_id(0)
     fills = tl.load(header + 3)
     if fills > 0:
@@ -80,6 +105,7 @@ def _publish(
     header, cpu_expert, cpu_start, cpu_rows, weights, x, layer, rows, n_weights, n_x, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One program: the CPU's list and the experts' inputs into the mailbox, then ring. Nothing where it has none."""
+    after_previous()
     n_cpu = tl.load(header + 4)
     if n_cpu > 0:
         entries = tl.load(header + 5)
@@ -108,12 +134,13 @@ def _publish(
         number = tl.load(ticket) + 1
         tl.debug_barrier()
         tl.store(ticket, number)
-        tl.atomic_xchg((words + REQUEST * 8).to(tl.pointer_type(tl.int64)), number, sem="release", scope="sys")
+        _release(words + REQUEST * 8, number)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _collect(words, mail_y, trace, ticket, header, share, stamps, layer, n, SIZE: tl.constexpr):
     """Wait for the CPU where it was asked, and copy its share; zeros where it was not, NaN where it was released."""
+    after_previous()
     pid = tl.program_id(0)
     at = pid * SIZE + tl.arange(0, SIZE)
     n_cpu = tl.load(header + 4)
@@ -138,10 +165,11 @@ def _collect(words, mail_y, trace, ticket, header, share, stamps, layer, n, SIZE
         fills = tl.load(header + 3)
         hits = tl.load(header + 1).to(tl.int64)
         misses = tl.load(header + 2).to(tl.int64)
-        fill_ns = tl.where(fills > 0, tl.load(stamps + 1) - tl.load(stamps), 0)
+        began = tl.load(stamps)
+        fill_ns = tl.where(fills > 0, tl.load(stamps + 1) - began, 0)
+        busy_ns = tl.where(fills > 0, begin - began, 0)
         counts = tl.where(i == 0, hits, tl.where(i == 1, misses, tl.where(i == 2, fills, n_cpu).to(tl.int64)))
-        entries = tl.load(header + 6).to(tl.int64)
-        times = tl.where(i == 4, entries, tl.where(i == 5, fill_ns, tl.where(i == 6, end - begin, end)))
+        times = tl.where(i == 4, busy_ns, tl.where(i == 5, fill_ns, tl.where(i == 6, end - begin, end)))
         line = (trace + layer.to(tl.int64) * 64).to(tl.pointer_type(tl.int64))
         tl.store(line + i, tl.where(i < 4, counts, times))
 
@@ -173,8 +201,9 @@ def fill(out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: in
     if slot_bytes % 256:
         raise ValueError(f"slots are multiples of 256 bytes, not {slot_bytes}")
     _fill[(n_programs,)](
-        out.header, out.fill_src, out.fill_dst, slot_bytes, stamps, PROGRAMS=n_programs, SIZE=CHUNK, num_warps=8
-    )
+        out.header, out.fill_src, out.fill_dst, slot_bytes, stamps, PROGRAMS=n_programs, SIZE=CHUNK, num_warps=8,
+        launch_pdl=overlap(),
+    )  # fmt: skip
 
 
 def publish(
@@ -187,7 +216,7 @@ def publish(
     _publish[(1,)](
         mail.words, mail.header, mail.expert, mail.start, mail.rows_of, mail.weights, mail.x, ticket,
         out.header, out.cpu_expert, out.cpu_start, out.cpu_rows, weights, x, layer, rows, weights.numel(), x.numel(),
-        SIZE=2048, num_warps=8,
+        SIZE=2048, num_warps=8, launch_pdl=overlap(),
     )  # fmt: skip
 
 
@@ -197,5 +226,6 @@ def collect(
     """Queue the wait; `share` float32 [rows, n_embd] is the CPU's part afterwards, and the layer's trace is written."""
     n = share.numel()
     _collect[(triton.cdiv(n, 2048),)](
-        mail.words, mail.y, mail.trace, ticket, out.header, share, stamps, layer, n, SIZE=2048, num_warps=4
-    )
+        mail.words, mail.y, mail.trace, ticket, out.header, share, stamps, layer, n, SIZE=2048, num_warps=4,
+        launch_pdl=overlap(),
+    )  # fmt: skip

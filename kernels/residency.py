@@ -33,6 +33,8 @@ import triton.language as tl
 from ftgguf.experts import key as keys
 from ftgguf.experts.residency import Residency, Step
 
+from .overlap import after_previous, overlap
+
 BLOCK_ENTRIES = 128
 """Up to this many routed entries are deduplicated by comparing with the lanes; above, by counting in memory."""
 TABLE_SHIFT: tl.constexpr = tl.constexpr(6)
@@ -85,12 +87,20 @@ def _entries_per_lane(ids, counts, n, lane, E_PAD: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
-def _balanced_fills(m, phi, least):
+def _makespan(f, m, phi, late):
+    """`experts.split._makespan`."""
+    return tl.maximum(f * (65536 - phi), tl.where(f < m, (m - f) * phi + late, 0))
+
+
+@triton.jit
+def _balanced_fills(m, phi, least, late):
     """`experts.split.balanced_fills`."""
-    low = (m * phi) >> 16
-    cost_low = tl.maximum(low * (65536 - phi), (m - low) * phi)
-    cost_high = tl.maximum((low + 1) * (65536 - phi), (m - low - 1) * phi)
-    q = tl.where(cost_low <= cost_high, low, low + 1)
+    low = tl.minimum(tl.maximum((m * phi + late) >> 16, 0), m)
+    high = tl.minimum(low + 1, m)
+    cost_low = _makespan(low, m, phi, late)
+    cost_high = _makespan(high, m, phi, late)
+    q = tl.where(cost_low <= cost_high, low, high)
+    q = tl.where(m * (65536 - phi) < tl.minimum(cost_low, cost_high), m, q)
     return tl.minimum(m, tl.maximum(q, least))
 
 
@@ -215,12 +225,13 @@ def _emit_counts(header, stats, experts, hits, misses, fills, cpu, cpu_entries, 
 def residency_kernel(
     ids, n, layer, layers, advance,
     slot_of, owner_of, key, key_plane, clock_at, class_begin, class_count, hand_at, layer_class, split,
-    slot_addr, host_base, host_stride, stats, policy, table, counts,
+    late, slot_addr, host_base, host_stride, stats, policy, table, counts,
     header, place_out, fill_expert, fill_slot, fill_src, fill_dst, cpu_expert, cpu_start, cpu_rows,
     E_PAD: tl.constexpr, E_BITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     COUNT_IN_MEMORY: tl.constexpr, LRU: tl.constexpr,
 ):  # fmt: skip
     """One program. `ids` int32 [n], negative is padding; the rest as in the module's docstring."""
+    after_previous()
     lane = tl.arange(0, E_PAD)
     row = layer * E_PAD
     clock = tl.load(clock_at) + advance
@@ -249,7 +260,7 @@ def residency_kernel(
     tl.store(key + row + lane, fast, is_used)
     tl.store(key + key_plane + row + lane, slow, is_used)
 
-    q = _balanced_fills(m, tl.load(split + 2 * layer), tl.load(split + 2 * layer + 1))
+    q = _balanced_fills(m, tl.load(split + 2 * layer), tl.load(split + 2 * layer + 1), tl.load(late + layer))
     q = tl.where(count > 0, q, 0)
     if q > 0:
         slot, q = _fill(
@@ -270,7 +281,7 @@ def residency_kernel(
 
 STATE = (
     "slot_of", "owner_of", "key", "clock", "class_begin", "class_count", "hand", "layer_class", "split",
-    "slot_addr", "host_base", "host_stride", "stats",
+    "late", "slot_addr", "host_base", "host_stride", "stats",
 )  # fmt: skip
 """The arrays of `experts.residency.Residency` that live on the device, in the order of the kernel's arguments."""
 
@@ -387,5 +398,5 @@ def residency_step(
         *(getattr(out, f.name) for f in fields(out)),
         E_PAD=e_pad, E_BITS=e_pad.bit_length() - 1, WINDOW=state.window,
         CHUNK=min(32, max(2, triton.next_power_of_2(n))), COUNT_IN_MEMORY=n > BLOCK_ENTRIES, LRU=state.lru,
-        num_warps=num_warps,
+        num_warps=num_warps, launch_pdl=overlap(),
     )  # fmt: skip

@@ -3,6 +3,7 @@
 The forward pass (ops.cuda) knows only this: a store turns a layer's routed expert numbers into slots, and the slots'
 device addresses are in a table. For each layer of each pass it calls
 
+    ids, weights = store.routed(layer, ids, weights)   # what the router chose, written down or replaced by a benchmark
     placement = store.place(layer, x, ids, weights)    # before the products
     ... gate/up and down products over placement.slots and placement.slot_addr, negative slots skipped ...
     share = store.collect(layer, placement)            # weighted sum of the experts computed elsewhere, or None
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -95,8 +96,29 @@ def _matrix(p: Linear, offset: int, first: int, last: int) -> ExpertMatrix:
     tensor: ExpertTensor = p.weight
     if offset % 16:
         raise ModelError(f"tensor '{tensor.info.name}': its halves do not start at multiples of 16 bytes: use -ngl 0")
-    bias = None if p.bias is None else p.bias[:, first:last].contiguous()
+    # A view: the bias is not loaded yet. `ExpertStore.settle` makes it contiguous once it is.
+    bias = None if p.bias is None else p.bias[:, first:last]
     return ExpertMatrix(Type(int(tensor.info.type)), last - first, tensor.k, offset, bias, p.scale)
+
+
+def _settled(m: ExpertMatrix) -> ExpertMatrix:
+    return m if m.bias is None or m.bias.is_contiguous() else replace(m, bias=m.bias.contiguous())
+
+
+class RouterHook(Protocol):
+    """Sees every layer's routing of a pass, on the device and perhaps while it is captured."""
+
+    def __call__(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ids (int32 [rows, k]) and weights (float32 [rows, k]) to go on with."""
+
+    def start(self) -> None:
+        """A pass is about to be queued."""
+
+    def finish(self, rows: int, waited: bool) -> None:
+        """A pass of `rows` rows was queued and, if `waited`, is done."""
+
+    def close(self) -> None:
+        """No pass follows."""
 
 
 class ExpertStore(ABC):
@@ -107,6 +129,8 @@ class ExpertStore(ABC):
 
     def __init__(self) -> None:
         self.specs: dict[int, ExpertSpec] = {}
+        self.hook: RouterHook | None = None
+        """Set before the first pass is captured."""
 
     def add(self, spec: ExpertSpec) -> None:
         """Announce a layer; all are announced before `load`."""
@@ -114,7 +138,18 @@ class ExpertStore(ABC):
 
     @abstractmethod
     def load(self, reader: Reader, progress: Callable[[float], None]) -> None:
-        """Take the memory and read the experts in."""
+        """Take the memory and read the experts in, once the weights outside of them are loaded."""
+
+    def settle(self) -> None:
+        """Make the kernels' biases contiguous; part of `load`."""
+        for layer, spec in self.specs.items():
+            w = spec.weights
+            gate = None if w.gate is None else _settled(w.gate)
+            self.specs[layer] = replace(spec, weights=replace(w, gate=gate, up=_settled(w.up), down=_settled(w.down)))
+
+    def routed(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's routing, before `place`."""
+        return (ids, weights) if self.hook is None else self.hook(layer, ids, weights)
 
     @abstractmethod
     def place(self, layer: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
@@ -125,11 +160,20 @@ class ExpertStore(ABC):
         """float32 [rows, n_embd]: the weighted sum of the experts with negative slots, ready on this stream."""
         return None
 
-    def start(self) -> None:  # noqa: B027
+    def start(self) -> None:
         """A pass is about to be queued."""
+        if self.hook is not None:
+            self.hook.start()
 
-    def finish(self, rows: int, waited: bool) -> None:  # noqa: B027
+    def finish(self, rows: int, waited: bool) -> None:
         """A pass of `rows` rows was queued and, if `waited`, is done. Raises ExecutorLost when it cannot be right."""
+        if self.hook is not None:
+            self.hook.finish(rows, waited)
+
+    def close(self) -> None:
+        """No pass follows."""
+        if self.hook is not None:
+            self.hook.close()
 
 
 class ResidentStore(ExpertStore):
@@ -142,6 +186,7 @@ class ResidentStore(ExpertStore):
         self._slabs: list[torch.Tensor] = []
 
     def load(self, reader: Reader, progress: Callable[[float], None]) -> None:
+        self.settle()
         specs: Sequence[ExpertSpec] = list(self.specs.values())
         total = sum(spec.experts * spec.slot_bytes for spec in specs) or 1
         done = 0

@@ -102,6 +102,7 @@ def _fit(n_layer: int, cells: int, parts: Parts, size: int, whole: Parts) -> Fit
 
 def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: DeviceMemory) -> CachedStore:
     """The store of `plan`, empty."""
+    from ftgguf.engine.cuda_executor import graph_rows
     from ftgguf.experts import key
     from ftgguf.experts.bank import LimitedPinner
     from ftgguf.experts.control import Arm
@@ -117,7 +118,7 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
         memory,
         budget=plan.budget,
         top_k=numbers.top_k,
-        decode_rows=max(1, config.context.n_parallel),
+        decode_rows=graph_rows(max(1, config.context.n_parallel))[-1],
         cpus=cpus,
         pinner=pinner if p.pin_budget is None else LimitedPinner(p.pin_budget * MIB, pinner),
         policy=key.policy(p.expert_policy),

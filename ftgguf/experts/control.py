@@ -5,7 +5,9 @@ is `split` with phi from the bandwidth profile. Then
 
 - *correction*: while `split` runs, each type's phi follows the two paths' measured rates (they run at the same time,
   so these are the contended ones), as `fill / (fill + cpu)`. Where one path finishes early its rate shows the
-  uncontended speed for the rest, which moves phi towards balance and settles there.
+  uncontended speed for the rest, which moves phi towards balance and settles there. Once the layers have shown enough
+  sizes of jobs, each path's time is taken as `a + b * bytes`: phi then follows from the b alone, and the difference of
+  the a (the CPU's signals and barriers against the products behind the link's copies) becomes the rule's `late`.
 - *rails*: a block of 64 steps with another arm, the two others in turn, is compared with the 64 steps before and the
   64 after. Blocks never make up more than 1 % of all steps, and end early where they lose much. An arm that was
   faster beyond noise takes over; the others are tried in the same way ever after, so that `split` comes back when the
@@ -28,7 +30,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from ftgguf.experts.split import PHI_ONE, phi_from_bandwidths, to_q16
+from ftgguf.experts.split import LATE_MOST, PHI_ONE, phi_from_bandwidths, to_q16
 
 BLOCK = 64
 CPU_CONFIRM = 512
@@ -45,6 +47,14 @@ SMOOTHING = 1 / 32
 PRIOR_STEPS = 2
 """What a rate from the profile counts against the first steps measured."""
 NEARLY_ALL = 0.95
+FIT_JOBS = 64
+"""Jobs (a layer's misses on one path) that must have been seen before a line is fitted to them."""
+FIT_SPREAD = 0.04
+"""Their sizes must vary by this much: variance over squared mean."""
+FIT_MEMORY = 1 / 256
+"""What one step replaces of the sums behind the line."""
+LATE_STEP = 1 / 32
+"""`late` on the device changes when it has moved this far, in experts."""
 HYSTERESIS = 0.01
 """phi on the device changes when the estimate has moved this far: each change is a small copy."""
 
@@ -68,13 +78,48 @@ class Bandwidths:
 
 
 @dataclass(frozen=True, slots=True)
-class PathSample:
-    """One step's traffic of one type: bytes, and seconds each path was busy, summed over the layers of that type."""
+class Moments:
+    """Sums over jobs of one path: their number, bytes, bytes^2, seconds, bytes * seconds."""
 
-    fill_bytes: int
+    jobs: float = 0.0
+    b: float = 0.0
+    bb: float = 0.0
+    t: float = 0.0
+    bt: float = 0.0
+
+    def faded(self, keep: float, more: Moments) -> Moments:
+        """`keep` of these sums and all of `more`."""
+        return Moments(
+            keep * self.jobs + more.jobs, keep * self.b + more.b, keep * self.bb + more.bb,
+            keep * self.t + more.t, keep * self.bt + more.bt,
+        )  # fmt: skip
+
+    def line(self) -> tuple[float, float] | None:
+        """(a, b) of seconds = a + b * bytes by least squares, both not negative; None while the jobs say too little."""
+        spread = self.jobs * self.bb - self.b * self.b
+        if self.jobs < FIT_JOBS or spread <= FIT_SPREAD * self.b * self.b:
+            return None
+        slope = (self.jobs * self.bt - self.b * self.t) / spread
+        fixed = (self.t - slope * self.b) / self.jobs
+        if slope <= 0:
+            return None
+        return (fixed, slope) if fixed >= 0 else (0.0, self.t / self.b)
+
+
+@dataclass(frozen=True, slots=True)
+class PathSample:
+    """One step's traffic of one type: bytes, and seconds each path was busy, summed over the layers of that type.
+
+    `fill_jobs`, `cpu_jobs`: the same by layer, each path's whole time until the layer could go on: the link's with the
+    products after it, the CPU's with the signals.
+    """
+
+    fill_bytes: float
     fill_seconds: float
-    cpu_bytes: int
+    cpu_bytes: float
     cpu_seconds: float
+    fill_jobs: Moments = Moments()
+    cpu_jobs: Moments = Moments()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +139,13 @@ class _Estimate:
     alone: dict[str, float]
     contended: dict[str, float]
     phi: float
+    late: float = 0.0
+    """Bytes that both paths, one after the other, move in the time by which the CPU's begins later."""
     sums: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    jobs: dict[str, Moments] = field(default_factory=lambda: {"fill": Moments(), "cpu": Moments()})
+    lines: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def blend(self, group: str, path: str, amount: int, seconds: float) -> None:
+    def blend(self, group: str, path: str, amount: float, seconds: float) -> None:
         """Take `amount` bytes in `seconds` into the rate of `path`; the rate so far counts as PRIOR_STEPS steps."""
         rates = self.contended if group == "contended" else self.alone
         if amount <= 0 or seconds <= 0:
@@ -109,6 +158,14 @@ class _Estimate:
         self.sums[group, path] = total
         rates[path] = total[0] / total[1]
 
+    def fit(self, sample: PathSample) -> None:
+        """Take in the step's jobs; `lines` has both paths' or none."""
+        keep = 1 - FIT_MEMORY
+        for path, more in (("fill", sample.fill_jobs), ("cpu", sample.cpu_jobs)):
+            self.jobs[path] = self.jobs[path].faded(keep, more)
+        found = {path: moments.line() for path, moments in self.jobs.items()}
+        self.lines = {path: line for path, line in found.items() if line is not None}
+
     def derive(self) -> None:
         """Forget the contended rates; take what the paths do alone, the CPU getting what the link leaves."""
         self.sums.pop(("contended", "fill"), None)
@@ -117,10 +174,19 @@ class _Estimate:
         self.update()
 
     def update(self) -> None:
-        """phi from the rates, if it moved far enough."""
-        phi = phi_from_bandwidths(self.alone["fill"], self.alone["cpu"], self.contended["fill"], self.contended["cpu"])
+        """phi and `late` from the lines or else the rates, if they moved far enough."""
+        late = 0.0
+        if len(self.lines) == 2:
+            (a_fill, b_fill), (a_cpu, b_cpu) = self.lines["fill"], self.lines["cpu"]
+            phi = b_cpu / (b_fill + b_cpu)
+            late = (a_cpu - a_fill) / (b_fill + b_cpu)
+        else:
+            phi = phi_from_bandwidths(
+                self.alone["fill"], self.alone["cpu"], self.contended["fill"], self.contended["cpu"]
+            )
         if abs(phi - self.phi) > HYSTERESIS:
             self.phi = phi
+        self.late = late
 
 
 @dataclass(slots=True)
@@ -193,6 +259,13 @@ class SplitController:
             return 0, 0
         return to_q16(self.estimates[kind].phi), 1
 
+    def late(self, kind: str, expert_bytes: int) -> int:
+        """The rule's `late` in Q16 for layers of type `kind` in the next step, in steps of `LATE_STEP`."""
+        if self.running is not Arm.SPLIT:
+            return 0
+        steps = round(self.estimates[kind].late / expert_bytes / LATE_STEP)
+        return max(-LATE_MOST, min(LATE_MOST, round(steps * LATE_STEP * PHI_ONE)))
+
     def write(self, split: NDArray[np.int32], kinds: Sequence[str]) -> bool:
         """Set `Residency.split` (int32 [layers, 2]) for the next step, `kinds[l]` being layer l's type; returns
         whether anything changed, and so must be copied to the device."""
@@ -232,6 +305,8 @@ class SplitController:
             "trial_steps": self.trial_steps,
             "switches": self.switches,
             "phi": {k: e.phi for k, e in self.estimates.items()},
+            "late_bytes": {k: e.late for k, e in self.estimates.items()},
+            "lines": {k: {path: list(line) for path, line in e.lines.items()} for k, e in self.estimates.items()},
             "rates": {k: {"alone": dict(e.alone), "contended": dict(e.contended)} for k, e in self.estimates.items()},
         }
 
@@ -244,6 +319,7 @@ class SplitController:
             e.blend(group, "fill", p.fill_bytes, p.fill_seconds)
             e.blend(group, "cpu", p.cpu_bytes, p.cpu_seconds)
             if group == "contended":
+                e.fit(p)
                 e.update()
 
     def _predict(self, sample: StepSample, arm: Arm) -> float:

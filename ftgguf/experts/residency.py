@@ -59,7 +59,7 @@ class Residency:
     key int32 [2, layers, e_pad]: fast and slow key (`experts/key.py`). clock int32 [1]: the step, from 1.
     class_begin, class_count, hand int32 [classes]; layer_class int32 [layers].
     split int32 [layers, 2]: Q16 share of the misses to fill, and the least number of fills when something is missed
-    (`experts/split.py`); (65536, 1) fills all, (0, 0) leaves all to the CPU.
+    (`experts/split.py`); (65536, 1) fills all, (0, 0) leaves all to the CPU. late int32 [layers]: the rule's `late`.
     slot_addr int64 [capacity]: device address of each slot. host_base, host_stride int64 [layers, 3]: where the
     bytes of each part of expert 0 lie in host memory, and the distance to the next expert's.
     stats int64 [layers, 8]: see `Stat`.
@@ -77,6 +77,7 @@ class Residency:
     hand: I32
     layer_class: I32
     split: I32
+    late: I32
     slot_addr: I64
     host_base: I64
     host_stride: I64
@@ -158,6 +159,7 @@ def create(
         hand=np.zeros(len(class_count), np.int32),
         layer_class=np.asarray(layer_class, np.int32),
         split=split,
+        late=np.zeros(layers, np.int32),
         slot_addr=np.zeros(total, np.int64),
         host_base=np.zeros((layers, PARTS), np.int64),
         host_stride=np.zeros((layers, PARTS), np.int64),
@@ -191,7 +193,7 @@ def _fill(s: Residency, layer: int, missing: I64, used: NDArray[np.bool_]) -> tu
     and to the slot nearer to the hand.
     """
     share, least = (int(x) for x in s.split[layer])
-    q = balanced_fills(len(missing), share, least)
+    q = balanced_fills(len(missing), share, least, int(s.late[layer]))
     if q == 0 or s.class_count[s.layer_class[layer]] == 0:
         return _NOTHING, _NOTHING
     slots, value = _candidates(s, layer, used)

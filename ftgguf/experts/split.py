@@ -8,20 +8,34 @@ from __future__ import annotations
 
 PHI_ONE = 1 << 16
 """phi = 1 in Q16."""
+LATE_MOST = 8 * PHI_ONE
+"""Bound of `late`: eight experts."""
 
 
-def balanced_fills(m: int, phi_q16: int, least: int = 1) -> int:
-    """Fills for `m` misses at a share of `phi_q16` / 65536: of the two integers around m * phi the one whose slower
-    branch is done first, `max(f * (1 - phi), (m - f) * phi)`, the lower on a tie; at least `least`, at most m.
+def balanced_fills(m: int, phi_q16: int, least: int = 1, late_q16: int = 0) -> int:
+    """Fills for `m` misses at a share of `phi_q16` / 65536: of the integers around m * phi the one whose slower branch
+    is done first, `max(f * (1 - phi), (m - f) * phi + late)`, the lower on a tie; at least `least`, at most m.
 
-    The kernel does the same in int32 (m < 2^14). `least` is 1 wherever slots exist: without it small m give q = 0 for
-    phi < 1/3 and the cache of such layers never warms.
+    `late_q16`: what the CPU's branch takes beyond its bytes, less what the link's takes, in Q16 of the time that an
+    expert takes on both paths one after the other. It does not count where the CPU has nothing to do (f = m). Zero
+    gives the rule of the paper's code.
+
+    The kernel does the same in int32 (m < 2^14, |late| <= 2^19). `least` is 1 wherever slots exist: without it small m
+    give q = 0 for phi < 1/3 and the cache of such layers never warms.
     """
-    low = (m * phi_q16) >> 16
-    cost_low = max(low * (PHI_ONE - phi_q16), (m - low) * phi_q16)
-    cost_high = max((low + 1) * (PHI_ONE - phi_q16), (m - low - 1) * phi_q16)
-    q = low if cost_low <= cost_high else low + 1
+    low = min(max((m * phi_q16 + late_q16) >> 16, 0), m)
+    high = min(low + 1, m)
+    cost_low = _makespan(low, m, phi_q16, late_q16)
+    cost_high = _makespan(high, m, phi_q16, late_q16)
+    q, cost = (low, cost_low) if cost_low <= cost_high else (high, cost_high)
+    if m * (PHI_ONE - phi_q16) < cost:
+        q = m
     return min(m, max(q, least))
+
+
+def _makespan(f: int, m: int, phi_q16: int, late_q16: int) -> int:
+    cpu = (m - f) * phi_q16 + late_q16 if f < m else 0
+    return max(f * (PHI_ONE - phi_q16), cpu)
 
 
 def phi_from_bandwidths(fill: float, cpu: float, fill_contended: float = 0.0, cpu_contended: float = 0.0) -> float:

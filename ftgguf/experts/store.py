@@ -25,9 +25,10 @@ from ftgguf.experts import key as keys
 from ftgguf.experts import residency, slots
 from ftgguf.experts.arena import Arena
 from ftgguf.experts.bank import Bank, LayerLayout, Pinner
-from ftgguf.experts.control import Arm, PathSample, SplitController, StepSample
+from ftgguf.experts.control import Arm, SplitController
 from ftgguf.experts.costs import PathCosts
 from ftgguf.experts.mailbox import WATCHDOG_SECONDS, Mailbox
+from ftgguf.experts.meter import StepMeter
 from ftgguf.experts.prefill_pass import PrefillPass
 from ftgguf.experts.residency import Residency, Stat
 from ftgguf.experts.ring import Ring
@@ -98,12 +99,15 @@ class CachedStore(ExpertStore):
         self.rebuilds = 0
         self._step_started = 0.0
         self._steps = 0
+        self._mixed = False
         self._forced: tuple[int, int] | None = None
-        self._served: list[tuple[int, ...]] = []
+        self._written: dict[tuple[str, int], tuple[tuple[int, int], int]] = {}
+        """What `_write_split` made the device's split from."""
 
     # ------------------------------------------------------------------------------------------------- start
 
     def load(self, reader: Reader, progress: Callable[[float], None]) -> None:
+        self.settle()
         self.order = [self.specs[layer] for layer in sorted(self.specs)]
         self.index = {spec.layer: i for i, spec in enumerate(self.order)}
         self.kinds = [kind_of(spec) for spec in self.order]
@@ -130,6 +134,9 @@ class CachedStore(ExpertStore):
         self.controller = SplitController(
             {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
         )
+        sizes = [spec.slot_bytes for spec in self.order]
+        self._sorts = list(dict.fromkeys(zip(self.kinds, sizes, strict=True)))
+        self.meter = StepMeter(self.mail.trace, self.mail.doorbell, self.kinds, sizes)
         self.prefill = PrefillPass(self)
         self._write_split()
 
@@ -244,55 +251,43 @@ class CachedStore(ExpertStore):
     # ------------------------------------------------------------------------------------------------- between passes
 
     def start(self) -> None:
+        super().start()
         self._step_started = time.perf_counter()
 
     def finish(self, rows: int, waited: bool) -> None:
         error = self.mail.error()
         if error:
             raise ExecutorLost(f"{error}; start the engine again, or use --moe-mode offload")
+        super().finish(rows, waited)
         if not waited:
+            self._mixed = True
             return
         self.prefill.end()
+        sample = self.meter.sample(time.perf_counter() - self._step_started, rows)
+        # What the CPU did since the last sample: this step's work, unless a pass that nobody waited for came between.
+        mixed, self._mixed = self._mixed, False
         if rows > self.decode_rows:
             return
-        sample = self._sample(rows)
-        if sample is not None:
+        if sample is not None and not mixed:
             self.controller.record(sample)
             self._write_split()
         self._steps += 1
         if self._steps % REBASE_LOOK == 0:
             self.rebase()
 
-    def _sample(self, rows: int) -> StepSample | None:
-        """What the pass measured; None where there was no clock (the interpreter)."""
-        trace = self.mail.trace
-        served = self.mail.doorbell.statistics()
-        before, self._served = self._served or [(0,) * 5] * len(served), served
-        if not trace[:, 7].any():
-            return None
-        paths: dict[str, list[float]] = {}
-        for i, kind in enumerate(self.kinds):
-            p = paths.setdefault(kind, [0.0, 0.0, 0.0, 0.0])
-            p[0] += int(trace[i, 2]) * self.order[i].slot_bytes
-            p[1] += int(trace[i, 5]) * 1e-9
-            p[2] += served[i][3] - before[i][3]
-            p[3] += (served[i][4] - before[i][4]) * 1e-9
-        exposed = float(trace[:, 5].sum() + trace[:, 6].sum()) * 1e-9
-        samples = {k: PathSample(int(p[0]), p[1], int(p[2]), p[3]) for k, p in paths.items()}
-        return StepSample(time.perf_counter() - self._step_started, exposed, rows, samples)
-
     def _write_split(self) -> None:
-        wanted = self.state.split.copy()
-        if self._forced is None:
-            self.controller.write(wanted, self.kinds)
-        else:
-            wanted[:] = self._forced
-        for i in range(self.state.layers):
-            if not self.reachable(i):
-                wanted[i] = (0, 0)
-        if not np.array_equal(wanted, self.state.split):
-            self.state.split[:] = wanted
-            self.device_state.arrays["split"].copy_(torch.from_numpy(wanted))
+        """The split of the next step to the device, where it is another than the last one's."""
+        c = self.controller
+        forced = self._forced
+        chosen = {sort: (c.split(sort[0]), c.late(*sort)) if forced is None else (forced, 0) for sort in self._sorts}
+        if chosen == self._written:
+            return
+        self._written = chosen
+        split, late = self.state.split, self.state.late
+        for i, spec in enumerate(self.order):
+            split[i], late[i] = chosen[self.kinds[i], spec.slot_bytes] if self.reachable(i) else ((0, 0), 0)
+        for name in ("split", "late"):
+            self.device_state.arrays[name].copy_(torch.from_numpy(getattr(self.state, name)))
 
     def force_split(self, share: int, least: int) -> None:
         """Keep one split (Q16 share, least fills) for all layers from now on: tests, `--moe-mode`."""
@@ -353,6 +348,7 @@ class CachedStore(ExpertStore):
     def close(self) -> None:
         """Stop the threads and give the pinned memory back."""
         self._wait()
+        super().close()
         self.mail.close()
         self.prefill.close()
         self.bank.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.cuda_experts import ExpertStore, ResidentStore, expert_spec
 from ftgguf.engine.cuda_weights import CudaSource, Reader
@@ -16,6 +18,21 @@ from ftgguf.gguf.reader import open_gguf
 from ftgguf.layers.params import Moe
 from ftgguf.models.config import read_numbers
 from ftgguf.models.registry import family
+from ftgguf.nouns import Batch
+
+TINY = {
+    "n_layer": 2, "n_expert": 8, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32, "n_embd": 64, "n_ff": 64,
+    "n_ff_expert": 64,
+}  # fmt: skip
+"""Sizes of a model that the interpreter runs quickly (compat.synth.make; two of eight experts a token)."""
+
+
+def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
+    """One sequence's `tokens` at cells and positions from `start` on."""
+    n = len(tokens)
+    at = np.arange(start, start + n, dtype=np.int32)
+    table = np.arange(start + n, dtype=np.int32)
+    return Batch(np.array(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
 
 
 def load_cached(

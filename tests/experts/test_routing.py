@@ -1,0 +1,79 @@
+"""Recording and replaying routes on a tiny model under the interpreter: the file is what `ftgguf bench cache` reads; a
+replayed trace decides what the cache holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the GPU path needs triton")
+
+from store_helpers import TINY, load_cached, rows  # noqa: E402
+
+from compat.synth import make  # noqa: E402
+from ftgguf.bench.replay import load_trace  # noqa: E402
+from ftgguf.experts.residency import Stat  # noqa: E402
+from ftgguf.experts.routing import RoutingRecorder, RoutingReplay, RoutingTrace  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+LAYERS, EXPERTS, K = 2, 8, 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3moe", tmp_path_factory.mktemp("routing") / "m.gguf", types="Q8_0", **TINY)
+
+
+def record(executor: Any, file: Path) -> RoutingRecorder:
+    trace = RoutingTrace(file, LAYERS, K, EXPERTS)
+    executor.store.hook = RoutingRecorder(trace, sorted(executor.store.specs), 4, DEVICE)
+    return executor.store.hook
+
+
+def test_decode_is_recorded_and_a_prompt_begins_a_session(path: Path, tmp_path: Path) -> None:
+    """The routed experts of the file are those that the cache counted."""
+    executor = load_cached(path, DEVICE, 4)
+    store: Any = executor.store
+    hook = record(executor, tmp_path / "t.npz")
+    for i in range(3):
+        executor.forward(rows([40 + i], i, [0]))
+    executor.forward(rows([5, 6, 7, 8, 9, 10], 3, [5]))
+    executor.forward(rows([50], 9, [0]))
+    got = hook.trace.arrays()
+    assert got["experts"].shape == (4, LAYERS, K)
+    assert got["experts"].dtype == np.uint8
+    assert got["offsets"].tolist() == [0, 3, 4]
+    assert (np.sort(got["experts"], -1)[..., 0] < np.sort(got["experts"], -1)[..., 1]).all()
+    assert got["probs"].sum(-1) == pytest.approx(1, abs=2e-3)
+    # the last layer of a prompt runs for its one wanted row only, and so as decode does
+    assert store.statistics()[:, Stat.EXPERTS].tolist() == [4 * K, 5 * K]
+    store.close()
+    trace = load_trace(tmp_path / "t.npz")
+    np.testing.assert_array_equal(trace.experts, got["experts"])
+    assert trace.offsets == (0, 3, 4)
+
+
+def test_a_replayed_trace_decides_what_is_used(path: Path, tmp_path: Path) -> None:
+    """Tokens alternate between two sets of experts: after the first of each the cache of 8 slots has them all."""
+    executor = load_cached(path, DEVICE, 8, warm=False)
+    store: Any = executor.store
+    ids = np.array([[[0, 1], [2, 3]], [[6, 7], [4, 5]]], np.uint8)
+    store.force_split(65536, 1)
+    store.hook = RoutingReplay(ids, sorted(store.specs), 4, EXPERTS, DEVICE)
+    for i in range(4):
+        executor.forward(rows([40 + i], i, [0]))
+    total = store.statistics().sum(0)
+    assert total[Stat.HITS] == total[Stat.FILLS] == 8
+    store.device_state.store(store.state)
+    assert sorted(np.flatnonzero(store.state.slot_of[0, :EXPERTS] >= 0)) == [0, 1, 6, 7]
+    assert sorted(np.flatnonzero(store.state.slot_of[1, :EXPERTS] >= 0)) == [2, 3, 4, 5]
+    with pytest.raises(ValueError, match="does not fit a model"):
+        RoutingReplay(ids + 4, sorted(store.specs), 4, EXPERTS, DEVICE)
+    store.close()
