@@ -228,7 +228,7 @@ class CudaOps(FineCudaOps):
         return linear(hidden, down, bias=p.down.bias, residual=residual)
 
     def _moe(self, layer: int, x: Activations, p: Moe) -> Routed:
-        ids, weights = self._route(x, p.router)
+        ids, weights = self.store.routed(layer, *self._route(x, p.router))
         add = None
         if p.shared is not None:
             add = self._mlp(x, p.shared, None)
