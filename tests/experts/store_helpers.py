@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.cuda_experts import ExpertStore, ResidentStore, expert_spec
@@ -18,7 +22,7 @@ from ftgguf.gguf.reader import open_gguf
 from ftgguf.layers.params import Moe
 from ftgguf.models.config import read_numbers
 from ftgguf.models.registry import family
-from ftgguf.nouns import Batch
+from ftgguf.nouns import F32, Batch
 
 TINY = {
     "n_layer": 2, "n_expert": 8, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32, "n_embd": 64, "n_ff": 64,
@@ -33,6 +37,109 @@ def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
     at = np.arange(start, start + n, dtype=np.int32)
     table = np.arange(start + n, dtype=np.int32)
     return Batch(np.array(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
+
+
+NEAR_TIE = 0.02
+"""Gate weights (of the larger) this close may swap places when sums are rounded otherwise."""
+
+
+@dataclass
+class Decoded:
+    """One run, token by token: logits [tokens, vocabulary], routed ids and gate weights [tokens, layers, k]."""
+
+    logits: F32
+    ids: NDArray[np.int64]
+    weights: F32
+
+    def nmse(self, want: Decoded, tokens: slice = slice(None)) -> float:
+        a, b = self.logits[tokens], want.logits[tokens]
+        return float(((a - b) ** 2).sum() / max(float((b**2).sum()), 1e-30))
+
+
+def decoded(executor: CudaExecutor, tokens: Sequence[int], replay: Decoded | None = None) -> Decoded:
+    """Decode `tokens` from an empty context; with `replay`, routed as that run was. Captured graphs hold the hook that
+    they were captured with: use `hooked` before `warm_up` there."""
+    store = executor.store
+    tap = store.hook if isinstance(store.hook, Tap) else hooked(executor)
+    tap.play(None if replay is None else replay.ids)
+    logits, ids, weights = [], [], []
+    for i, token in enumerate(tokens):
+        logits.append(executor.forward(rows([token], i, [0]))[0].copy())
+        ids.append(tap.ids[:, 0].cpu().numpy().astype(np.int64))
+        weights.append(tap.weights[:, 0].cpu().numpy().copy())
+    tap.play(None)
+    return Decoded(np.stack(logits), np.stack(ids), np.stack(weights))
+
+
+class Tap:
+    """A store's hook that keeps a step's routing, and replaces the ids where told to; the same launches either way."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        store = executor.store
+        self.index = {block: i for i, block in enumerate(sorted(store.specs))}
+        k = next(b.ffn.router.top_k for b in executor.model.blocks if isinstance(b.ffn, Moe))
+        shape = (len(self.index), executor.sizes[-1], k)
+        self.rows = shape[1]
+        self.ids = torch.zeros(shape, dtype=torch.int32, device=executor.device)
+        self.weights = torch.zeros(shape, dtype=torch.float32, device=executor.device)
+        self.forced = torch.zeros(shape, dtype=torch.int32, device=executor.device)
+        self.forces = torch.zeros(1, dtype=torch.bool, device=executor.device)
+        self.trace: NDArray[np.int64] | None = None
+        self.at = 0
+
+    def play(self, trace: NDArray[np.int64] | None) -> None:
+        """ids [tokens, layers, k] for the steps to come, or None: the router's own."""
+        self.trace, self.at = trace, 0
+        self.forces.fill_(trace is not None)
+
+    def __call__(self, layer: int, ids: Any, weights: Any) -> tuple[Any, Any]:
+        n = ids.shape[0]
+        if n > self.rows:
+            return ids, weights
+        i = self.index[layer]
+        ids = torch.where(self.forces, self.forced[i, :n], ids)
+        self.ids[i, :n].copy_(ids)
+        self.weights[i, :n].copy_(weights)
+        return ids, weights
+
+    def start(self) -> None:
+        if self.trace is not None:
+            self.forced[:, 0].copy_(torch.from_numpy(self.trace[self.at].astype(np.int32)))
+            self.at += 1
+
+    def finish(self, rows: int, waited: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def hooked(executor: CudaExecutor) -> Tap:
+    """Give the executor's store a `Tap`; before `warm_up`, which captures."""
+    tap = Tap(executor)
+    executor.store.hook = tap
+    return tap
+
+
+def judge(got: Decoded, want: Decoded, same: float = 1e-6) -> str:
+    """What is wrong with `got`; empty where it differs from `want` by rounding only.
+
+    Up to the first token with other experts, logits agree to `same`. There the routers must have been undecided: the
+    experts that swapped places have nearly the same gate weight. A race or a wrong expert does not wait for a tie.
+    """
+    differs = (np.sort(got.ids, -1) != np.sort(want.ids, -1)).any(-1)
+    tokens = np.flatnonzero(differs.any(-1))
+    end = int(tokens[0]) if len(tokens) else len(got.ids)
+    if end and (error := got.nmse(want, slice(0, end))) >= same:
+        return f"the same experts, but NMSE {error:.1e} over the first {end} tokens"
+    if end == len(got.ids):
+        return ""
+    layer = int(np.flatnonzero(differs[end])[0])
+    a, b = got.ids[end, layer], want.ids[end, layer]
+    gained, lost = (float(w[~np.isin(x, y)].max()) for x, y, w in (
+        (a, b, got.weights[end, layer]), (b, a, want.weights[end, layer])
+    ))  # fmt: skip
+    if abs(gained - lost) > NEAR_TIE * max(gained, lost):
+        return f"token {end}, layer {layer}: weight {gained:.4f} in place of {lost:.4f}, which is no tie"
+    return ""
 
 
 def load_cached(

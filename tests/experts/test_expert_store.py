@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the GPU path needs triton")
 
-from store_helpers import load_cached  # noqa: E402
+from store_helpers import TINY, Decoded, decoded, judge, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
 from ftgguf.engine.executor import ExecutorLost  # noqa: E402
@@ -28,20 +28,13 @@ from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.prefill import Mode  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
 from ftgguf.experts.status import cache_status  # noqa: E402
-from ftgguf.nouns import F32, Batch  # noqa: E402
+from ftgguf.nouns import F32  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 EXPERTS, LAYERS, PROMPT = 8, 2, 12
 ALL = EXPERTS * LAYERS
 SAME = 1e-9
 FILL, CPU, MIXED = (65536, 1), (0, 0), (32768, 1)
-
-
-def rows(tokens: list[int], start: int, outputs: list[int]) -> Batch:
-    n = len(tokens)
-    at = np.arange(start, start + n, dtype=np.int32)
-    table = np.arange(start + n, dtype=np.int32)
-    return Batch(np.array(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
 
 
 def nmse(got: F32, want: F32) -> float:
@@ -74,9 +67,7 @@ class Resident:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prompts under the interpreter are slow: a quarter of the width."""
-    sizes = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32}
-    widths = {"n_embd": 64, "n_ff": 64, "n_ff_expert": 64}
-    return make("qwen3moe", tmp_path_factory.mktemp("small") / "m.gguf", types="Q8_0", **sizes, **widths)
+    return make("qwen3moe", tmp_path_factory.mktemp("small") / "m.gguf", types="Q8_0", **TINY)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +122,38 @@ def test_decode_is_the_same_for_every_placement(
     check(store.state)
 
 
-def test_a_swapped_expert_would_show(cached: Any, resident: Resident) -> None:
-    executor = cached(0)
+def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
+    """And the judge of the device's tests tells it from rounding, which it lets pass."""
+    tokens = [17, 230, 44, 9]
+    want = decoded(load_cached(small, DEVICE, None), tokens)
+    good = cached(4, of_small=True)
+    good.store.force_split(*MIXED)
+    assert judge(decoded(good, tokens), want) == ""
+    assert decoded(good, tokens, replay=want).nmse(want) < SAME
+    executor = cached(0, of_small=True)
     view = executor.store.bank.layers[0].view
     view[:] = view[[1, 0, 3, 2, 5, 4, 7, 6]]
-    assert nmse(decode(executor, resident.tokens), resident.decoded) > 1e-4
+    bad = decoded(executor, tokens, replay=want)
+    assert bad.nmse(want) > 1e-5
+    assert "the same experts" in judge(bad, want)
+
+
+def test_the_judge_knows_a_tie() -> None:
+    """By hand: four tokens, one layer; the third goes to expert 5 instead of 2."""
+    logits = np.random.default_rng(0).standard_normal((4, 10)).astype(np.float32)
+    ids = np.array([[[1, 2]]] * 4)
+    weights = np.tile(np.array([0.6, 0.4], np.float32), (4, 1, 1))
+    want = Decoded(logits, ids, weights)
+    other = ids.copy()
+    other[2, 0, 1] = 5
+    later = logits.copy()
+    later[2:] += 0.1
+    close, far = weights.copy(), weights.copy()
+    close[2, 0], far[2, 0] = (0.601, 0.399), (0.7, 0.3)
+    assert judge(Decoded(later, other, close), want) == ""
+    assert "no tie" in judge(Decoded(later, other, far), want)
+    later[1] += 0.1
+    assert "the same experts" in judge(Decoded(later, other, close), want)
 
 
 @pytest.mark.parametrize(
