@@ -21,6 +21,7 @@ from ftgguf.engine import scripted
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.executor import ExecutorLost
 from ftgguf.engine.link import Link, LinkClosed, die_with_parent
+from ftgguf.engine.memory import GIB, available_memory
 from ftgguf.engine.numa import set_numa
 
 log = logging.getLogger("ftgguf.engine")
@@ -71,8 +72,11 @@ def start(link: Link) -> Engine | None:
                 with open_model(config) as gguf:
                     check_tensors(gguf, progress)
         engine = load(config, progress)
-    except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        log.debug("loading failed", exc_info=True)
+    except LinkClosed:
+        raise
+    except Exception as error:  # whatever it is: one line for the user, and no second try
+        expected = isinstance(error, ValueError | OSError | MemoryError | RuntimeError)
+        log.log(logging.DEBUG if expected else logging.ERROR, "loading failed", exc_info=True)
         link.finish([m.Fatal(message=_line(error))])
         return None
     gc.collect()
@@ -97,7 +101,11 @@ def set_priority(level: int) -> None:
 
 def _line(error: BaseException) -> str:
     """The error as text that can be sent: a damaged file's names may hold what UTF-8 cannot."""
-    return (str(error) or type(error).__name__).encode("utf-8", "backslashreplace").decode()
+    text = str(error)
+    if isinstance(error, MemoryError) and text in ("", "std::bad_alloc"):  # an allocator, which has no more to say
+        free = available_memory() / GIB
+        text = f"there is not enough memory ({free:.1f} GiB are available): take a smaller context (-c) or quantisation"
+    return (text or type(error).__name__).encode("utf-8", "backslashreplace").decode()
 
 
 def serve(engine: Engine, link: Link) -> int:

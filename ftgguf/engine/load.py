@@ -19,7 +19,7 @@ from ftgguf.engine.engine import Engine
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout, choose
-from ftgguf.engine.memory import available_memory
+from ftgguf.engine.memory import available_memory, check_kv
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.models.config import Numbers, read_numbers
@@ -127,6 +127,8 @@ def _load_cpu(
         first=first,
         last=last,
     )
+    if "context.size" in config.given:
+        check_kv(executor.n_cells, executor.n_cells * executor.cells.cell_bytes)
     details = {
         "device": "CPU",
         "device_reason": reason,

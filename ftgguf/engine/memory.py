@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+GIB = 1 << 30
+
 
 def available_memory() -> int:
     """Bytes: MemAvailable, bounded by what the control group (v2 or v1) leaves."""
@@ -17,6 +19,19 @@ def available_memory() -> int:
     if limit is None or used is None or limit >= 1 << 60:
         return free
     return min(free, max(limit - used, 0))
+
+
+def check_kv(n_cells: int, nbytes: int) -> None:
+    """Raise MemoryError if the KV cells that were asked for cannot be held by memory and swap.
+
+    The system hands out their addresses whatever their number, and ends the process when they are filled.
+    """
+    free = available_memory() + int(psutil.swap_memory().free)
+    if nbytes > free:
+        raise MemoryError(
+            f"{n_cells} KV cells need {nbytes / GIB:.1f} GiB and {free / GIB:.1f} GiB of memory are available: take a "
+            "smaller context (-c), or smaller cells (-ctk q8_0 -ctv q8_0)"
+        )
 
 
 def _number(path: Path) -> int | None:

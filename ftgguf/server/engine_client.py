@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import struct
 import subprocess
@@ -39,7 +40,8 @@ EXIT_GRACE_S = 10.0
 """How long a dead or closing engine may take to leave before it is killed."""
 STOPPING = "the server is shutting down"
 MAX_FAILED_STARTS = 3
-"""Consecutive starts that never became ready before the client gives up."""
+"""Consecutive restarts that never became ready before the client gives up; the first start of all is not repeated,
+since what fails then (a flag, a file, memory) fails again."""
 
 Reply = m.Started | m.Progress | m.Delta | m.Finished
 
@@ -227,11 +229,13 @@ class EngineClient:
             self._set_state("loading")
             self._fail_all(reason)
             await self._end_process()
+            if self._refusing:  # a signal to the whole process group: the engine left before us
+                return
             code = self._process.returncode if self._process else None
-            fatal = bool(self.failure)
-            if (fatal and self.ready is None) or failed_starts >= MAX_FAILED_STARTS:
-                self.failure = self.failure or f"the engine exited with code {code} while starting"
-                log.error("engine: %s", self.failure)
+            if self.ready is None or failed_starts >= MAX_FAILED_STARTS:
+                self.failure = self.failure or start_failure(code)
+                if self.ready is not None:  # else whoever waits for the first start tells it
+                    log.error("engine: %s", self.failure)
                 self._set_state("failed")
                 return
             self.restarts += 1
@@ -381,6 +385,17 @@ class EngineClient:
         if not reply.ok:
             raise ApiError(reply.message)
         return reply.value
+
+
+def start_failure(code: int | None) -> str:
+    """Why an engine that said nothing did not start, from its exit code (negative: the signal that ended it)."""
+    if code == -signal.SIGKILL:
+        return (
+            "the engine was killed while it loaded the model (signal 9), most often by the system for want of memory: "
+            "take a smaller model or quantisation, or a smaller context (-c)"
+        )
+    how = f"was ended by signal {-code}" if code is not None and code < 0 else f"exited with code {code}"
+    return f"the engine {how} while it loaded the model; what it said last is above"
 
 
 def merge_counters(before: dict[str, float], now: dict[str, float]) -> dict[str, float]:

@@ -28,6 +28,7 @@ from ftgguf.server.models_catalog import Catalog, Source
 from ftgguf.server.models_memory import Memory, Need, estimate, with_layout
 from ftgguf.server.models_pool import Started
 from ftgguf.server.process import make_state
+from ftgguf.server.startup import no_gpu
 from ftgguf.server.state import ServerState
 
 log = logging.getLogger("ftgguf.server")
@@ -107,6 +108,8 @@ class LoadPlan:
         sleeper: list[asyncio.Task[None]] = []
 
         def app() -> ASGIApp:
+            if missing := no_gpu(config, state.info):
+                log.warning("model %s: %s", self.source.name, missing)
             idle = config.http.sleep_idle_seconds
             if idle > 0:
                 sleeper.append(asyncio.create_task(state.engine.sleep_when_idle(idle)))

@@ -190,6 +190,8 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
             print(f"error: {error.message}", file=sys.stderr)
         return False
     urls = [listener.url for listener in listeners]
+    if missing := startup.no_gpu(state.config, ready.info):
+        log.warning("%s", missing)
     for text in (
         startup.block(ready, state.name, urls),
         startup.example(urls[0], bool(state.config.http.api_keys)),

@@ -7,8 +7,10 @@ from typing import Any
 
 from ftgguf import __version__
 from ftgguf.engine.messages import Loading, Ready
+from ftgguf.flags.config import ServerConfig
 
 BAR = 30
+_GPU_FLAGS = {"placement.gpu_layers": "-ngl", "placement.vram_budget": "--vram-budget", "placement.main_gpu": "-mg"}
 
 
 def size_text(size: float) -> str:
@@ -32,6 +34,7 @@ def block(ready: Ready, name: str, urls: list[str], restarts: int = 0) -> str:
     """The start-up block. `info`'s fields that are absent are left out."""
     info = ready.info
     rows = [("model", _model(info, name)), ("file", str(info.get("path", "")))]
+    rows.append(("device", _device(info)))
     threads = info.get("threads")
     if threads:
         batch = info.get("threads_batch", threads)
@@ -57,6 +60,25 @@ def _model(info: dict[str, Any], name: str) -> str:
     if info.get("n_expert"):
         parts.append(f"{info['n_expert']} experts, {info.get('n_expert_used', 0)} used")
     return ", ".join(part for part in parts if part)
+
+
+def _device(info: dict[str, Any]) -> str:
+    """Where the model runs: `CPU (no NVIDIA GPU found)`, `CUDA0 (NVIDIA H200), 20 of 48 blocks`."""
+    device = str(info.get("device", ""))
+    why = info.get("device_name") or info.get("device_reason")
+    blocks = ""
+    if "gpu_layers" in info and info["gpu_layers"] < info.get("n_layer", 0):
+        blocks = f", {info['gpu_layers']} of {info['n_layer']} blocks"
+    return f"{device} ({why}){blocks}" if device and why else device
+
+
+def no_gpu(config: ServerConfig, info: dict[str, Any]) -> str:
+    """A line where the flags ask for a GPU and the CPU has everything; empty otherwise. llama-server warns likewise."""
+    asked = [flag for path, flag in _GPU_FLAGS.items() if path in config.given]
+    if info.get("device") != "CPU" or not asked or config.placement.gpu_layers == 0 or config.placement.devices == ():
+        return ""
+    why = info.get("device_reason") or "none found"
+    return f"no usable GPU ({why}): {', '.join(asked)} without effect, the model runs on the CPU"
 
 
 def _memory(info: dict[str, Any]) -> str:
