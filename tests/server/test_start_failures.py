@@ -1,0 +1,131 @@
+"""What fails while a server starts fails once, at once, with one line and a status that is not 0.
+
+What is a failure is llama-server's: a file, a flag or memory that makes the start impossible. A crash of an engine that
+was ready is something else (test_process.py): that one is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ftgguf.engine.devices import list_devices
+from ftgguf.flags import parse_server
+from ftgguf.server.engine_client import EngineClient
+from ftgguf.server.errors import ApiError
+from ftgguf.server.startup import no_gpu
+
+ROOT = Path(__file__).parents[2]
+NO_GPU = not list_devices()
+
+
+def serve(*flags: str, **options: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "ftgguf", "serve", "-t", "1", "--port", "0", *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes, **options)  # type: ignore[call-overload,no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("-m", "stories", "-c", "2000000000"), r"2000000000 KV cells need 1\d+.\d GiB and .* take a smaller context"),
+        (("-m", "/nowhere/model.gguf"), r"/nowhere/model.gguf: no such file"),
+        (("-m", "{folder}/cut.gguf"), r"cut.gguf: at byte 4: .* truncated or damaged"),
+        (("-m", "{folder}/page.gguf"), r"page.gguf: .* web page"),
+        (("-m", "stories", "--override-kv", "llama.block_count=int:7"), r"missing tensor 'blk.5"),
+        (("-m", "stories", "--override-kv", "llama.attention.head_count=int:7"), r"7 attention heads"),
+        (("-m", "stories", "--cpu-mask", "0xf00000000000000000000"), r"leave no CPU"),
+        pytest.param(("-m", "stories", "-dev", "CUDA0"), r"-dev CUDA0: no NVIDIA GPU", marks=pytest.mark.skipif(
+            not NO_GPU, reason="needs a machine without a GPU")),
+    ],
+)  # fmt: skip
+def test_one_line_and_status_1(flags: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    (tmp_path / "page.gguf").write_text("<!DOCTYPE html><html><body>Not found</body></html>")
+    process = serve(*(flag.format(folder=tmp_path) for flag in flags))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    assert re.search(words, lines[0]), err
+
+
+@pytest.mark.parametrize(
+    ("last_words", "message"),
+    [
+        ("os.kill(os.getpid(), 9)", r"killed while it loaded the model \(signal 9\).*memory.*smaller"),
+        ("os.abort()", r"ended by signal 6 while it loaded"),
+        ("sys.exit(3)", r"exited with code 3 while it loaded"),
+    ],
+)
+def test_an_engine_that_dies_at_its_first_start_is_not_started_again(
+    last_words: str, message: str, tmp_path: Path
+) -> None:
+    """The system's memory killer, an abort of native code: the second try would end the same way, minutes later."""
+    starts = tmp_path / "starts"
+    code = f"import os, resource, sys; open({str(starts)!r}, 'a').write('x'); "
+    code += f"resource.setrlimit(resource.RLIMIT_CORE, (0, 0)); {last_words}"
+
+    async def scenario() -> None:
+        client = EngineClient(b"", (sys.executable, "-c", code))
+        await client.start()
+        with pytest.raises(ApiError, match=message) as caught:
+            await asyncio.wait_for(client.wait_ready(), 30)
+        assert caught.value.code == 503
+        assert client.state == "failed"
+        await client.stop()
+
+    asyncio.run(scenario())
+    assert starts.read_text() == "x"
+
+
+def test_a_signal_to_the_whole_group_ends_the_server_in_order() -> None:
+    """`timeout`, a shell's `kill %1` and service managers signal the engine too: nothing is restarted for that."""
+    process = serve("-m", "stories", start_new_session=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("Talk to it"):
+            break
+    os.killpg(process.pid, signal.SIGTERM)
+    end = time.monotonic() + 20
+    while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    assert process.returncode == 0
+    assert process.stderr is not None
+    assert process.stderr.read().splitlines() == ["stopping; once more to leave at once"]
+
+
+def test_layers_for_a_gpu_that_is_not_there_are_said() -> None:
+    """llama-server: "no usable GPU found, --gpu-layers option will be ignored"."""
+    cpu = {"device": "CPU", "device_reason": "no NVIDIA GPU found"}
+    line = no_gpu(parse_server(["-m", "x", "-ngl", "99"], {}), cpu)
+    assert line == "no usable GPU (no NVIDIA GPU found): -ngl without effect, the model runs on the CPU"
+    assert "--vram-budget" in no_gpu(parse_server(["-m", "x", "--vram-budget", "4096"], {}), cpu)
+    for flags in ([], ["-ngl", "0"], ["-ngl", "99", "-dev", "none"]):
+        assert no_gpu(parse_server(["-m", "x", *flags], {}), cpu) == ""
+    assert no_gpu(parse_server(["-m", "x", "-ngl", "99"], {}), {"device": "CUDA0"}) == ""
+
+
+@pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
+def test_the_start_says_which_device_it_is() -> None:
+    process = serve("-m", "stories", "-ngl", "99")
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if line.startswith("Talk to it"):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert "device   CPU (no NVIDIA GPU found)" in text
+    assert [line for line in err.splitlines() if line.startswith("no usable GPU")]
