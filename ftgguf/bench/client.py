@@ -11,7 +11,7 @@ import http.client
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -46,6 +46,8 @@ class Answer:
     """Between the chosen token's log-probability and the next below it, in nats; -1 unknown. Only with n_probs."""
     pieces: list[str] = field(default_factory=list)
     """The text of each chunk."""
+    piece_tokens: list[int] = field(default_factory=list)
+    """How many tokens each chunk holds, where the server says it: a server that has several ready sends them in one."""
     prompt_n: int = 0
     cached_n: int = -1
     n_gen: int = 0
@@ -103,6 +105,8 @@ class Target:
     timeout: float = 600.0
     n_ctx: int = 0
     """Context to ask of Ollama, which else cuts prompts to its own default without a word; 0: its default."""
+    strict: bool = False
+    """It refuses fields that are not OpenAI's."""
 
     def headers(self) -> dict[str, str]:
         found = {"Content-Type": "application/json"}
@@ -214,7 +218,7 @@ def _http() -> httpx.Client:
 def _why(error: BaseException) -> str:
     if isinstance(error, TimeoutError | httpx.TimeoutException):
         return "no answer in time: it hangs"
-    return str(error) or type(error).__name__
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------------------- dialects
@@ -235,7 +239,6 @@ def _native_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: i
 
 
 def _openai_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: int) -> dict[str, Any]:
-    # `ignore_eos` is llama-server's, vLLM's and SGLang's; others ignore the field and may stop early
     return {
         "model": target.model,
         "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -244,12 +247,16 @@ def _openai_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: i
         "stream_options": {"include_usage": True},
         "temperature": 0,
         "seed": 1,
-        "ignore_eos": True,
-    }
+    } | ({} if target.strict else GREEDY)
+
+
+GREEDY: dict[str, Any] = {"ignore_eos": True, "top_k": 1, "repeat_penalty": 1.0, "repetition_penalty": 1.0}
+"""Not OpenAI's: llama-server's, vLLM's and SGLang's way to go on after the end, and the penalties that some servers
+have by default under either name. Most servers ignore what they do not know."""
 
 
 def _ollama_body(target: Target, prompt: Prompt, n: int, cache: bool, n_probs: int) -> dict[str, Any]:
-    options = {"temperature": 0, "top_k": 1, "seed": 1, "num_predict": n}
+    options = {"temperature": 0, "top_k": 1, "seed": 1, "num_predict": n, "repeat_penalty": 1.0}
     options |= {"num_ctx": target.n_ctx} if target.n_ctx else {}
     return {"model": target.model, "prompt": prompt, "raw": True, "stream": True, "options": options}
 
@@ -260,6 +267,7 @@ def _read_native(answer: Answer, at: float, document: dict[str, Any]) -> None:
     answer.tokens += tokens
     if document.get("content") or tokens:
         answer.pieces.append(document.get("content", ""))
+        answer.piece_tokens.append(len(tokens))
     answer.gaps += [_gap(p) for p in document.get("completion_probabilities") or []]
     if document.get("stop"):
         answer.ended = True
@@ -327,7 +335,16 @@ def identify(url: str, wanted: str, timeout: float, api_key: str = "") -> Target
         target.tokenize("a")
     except RequestFailed:
         native = False
-    return Target(url, "native" if native else "openai", model, api_key, timeout)
+    if native:
+        return Target(url, "native", model, api_key, timeout)
+    target = Target(url, "openai", model, api_key, timeout)
+    try:
+        target.complete("a", 1)
+    except RequestFailed as error:
+        if " answered 4" not in str(error):
+            raise
+        target = replace(target, strict=True)
+    return target
 
 
 Sender = Callable[[], Answer]

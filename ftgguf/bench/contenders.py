@@ -7,7 +7,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
@@ -86,7 +86,9 @@ def make_contenders(
             sides.append(Contender(side, _local(side, command, options)))
         return sides
     side = Contestant("ollama" if peer.kind == "ollama" else peer.where.split("://")[-1], ours=False)
-    side.notes.append("it runs all the time, beside ours too: what it was started with and its kernels are unknown")
+    side.notes.append(
+        "it runs all the time, also while ours is measured; what it was started with, and its kernels, are unknown"
+    )
     sides.append(Contender(side, _remote(side, peer, options, n_ctx)))
     return sides
 
@@ -146,7 +148,7 @@ def _remote(
     @contextmanager
     def up() -> Iterator[Running]:
         if peer.kind == "ollama":
-            target = replace(_ollama_target(peer.where, options), n_ctx=n_ctx)
+            target = Target(peer.where, "ollama", options.peer_model, options.peer_key, options.timeout, n_ctx)
             side.build = side.build or f"Ollama {target.get('/api/version').get('version', '')}"
         else:
             target = identify(peer.where, options.peer_model, options.timeout, options.peer_key)
@@ -160,10 +162,3 @@ def _remote(
                     target.post("/api/generate", {"model": target.model, "keep_alive": 0, "stream": False})
 
     return up
-
-
-def _ollama_target(url: str, options: Options) -> Target:
-    if not options.peer_model:
-        text = "name the model as Ollama has it with --peer-model (`ollama list`); one made of the same file is "
-        raise RequestFailed(text + "made by: ollama create NAME -f Modelfile, with the line FROM /path/to/file.gguf")
-    return Target(url, "ollama", options.peer_model, options.peer_key, options.timeout)

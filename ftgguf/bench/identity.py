@@ -57,10 +57,7 @@ def _path(target: Target) -> Path | None:
 
 def _ollama(target: Target, sha256: str) -> tuple[bool, str]:
     """Ollama keeps a model's file under its sha256 and names it in the Modelfile."""
-    try:
-        shown = target.post("/api/show", {"model": target.model})
-    except RequestFailed as error:
-        raise RequestFailed(f"it does not have the model {target.model} (`ollama list`): {error}") from None
+    shown = target.post("/api/show", {"model": target.model})
     found = _BLOB.search(str(shown.get("modelfile", "")))
     if found is None:
         return False, "which file it serves cannot be known: its Modelfile names no blob"

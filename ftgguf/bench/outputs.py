@@ -74,19 +74,31 @@ def compare_texts(report: Report, ours: str, own: Sequence[Answer], peer: str, t
         same = next((k for k, (x, y) in enumerate(zip(a.text, b.text, strict=False)) if x != y), None)
         if same is None:
             continue
-        at = _piece_at(a.pieces, same)
-        gap = a.gaps[at] if at < len(a.gaps) else -1.0
+        # the peer's chunk that brought the difference may have begun earlier, with a token of which ours is the start
+        at, (_, end) = _tokens_at(a, _chunk_start(b, same))[0], _tokens_at(a, same)
+        gap = min((g for g in a.gaps[at:end] if g >= 0), default=-1.0)
         fault = Divergence(ours, peer, i, at, a.tokens[at] if at < len(a.tokens) else -1, -1, gap, -1.0)
         found.divergences.append(fault)
         if fault in found.faults():
             report.trouble(OUTPUTS_DIFFER, describe(fault, found.noise))
 
 
-def _piece_at(pieces: Sequence[str], char: int) -> int:
-    """The index of the piece that holds character `char` of the joined text."""
-    end = 0
-    for i, piece in enumerate(pieces):
-        end += len(piece)
-        if char < end:
-            return i
-    return len(pieces)
+def _chunk_start(answer: Answer, char: int) -> int:
+    """Where in the text the chunk with character `char` begins."""
+    start = 0
+    for piece in answer.pieces:
+        if char < start + len(piece):
+            break
+        start += len(piece)
+    return start
+
+
+def _tokens_at(answer: Answer, char: int) -> tuple[int, int]:
+    """The tokens [start, end) of the chunk that holds character `char` of the text: which of them is not known."""
+    length = start = 0
+    for piece, tokens in zip(answer.pieces, answer.piece_tokens, strict=True):
+        length += len(piece)
+        if char < length:
+            return start, start + tokens
+        start += tokens
+    return start, start

@@ -122,6 +122,8 @@ class HttpDuel:
     def run(self, plan: Plan) -> None:
         """All rounds."""
         for r in range(self.options.repetitions):
+            if len(self.sides) > 1 and all(side.lost for side in self.sides[1:]):
+                break  # nothing to compare with; the first round of ours is there
             n = r % len(self.sides)
             # ours first in the first round: its tokenizer makes the prompts
             for side in self.sides[n:] + self.sides[:n]:

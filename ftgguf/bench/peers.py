@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ftgguf.bench.client import RequestFailed, Target, identify
 from ftgguf.bench.options import Options
 
 Kind = Literal["llama-server", "xllamacpp", "ollama", "url"]
@@ -30,9 +31,9 @@ def find_peer(options: Options) -> Peer | None:
     """The peer of `--against`, `--llama-server` and `--peer`; None stands for libllama in process. Raises NoPeer."""
     if options.against.startswith(("http://", "https://")):
         # clients are told the address with OpenAI's prefix, so people give it so
-        return Peer("url", options.against.rstrip("/").removesuffix("/v1"))
+        return _url(options.against.rstrip("/").removesuffix("/v1"), options)
     if options.against == "ollama":
-        return _ollama()
+        return _ollama(options)
     if options.peer == "xllamacpp":
         if importlib.util.find_spec("xllamacpp") is None:
             raise NoPeer("the peer xllamacpp is not installed: pip install xllamacpp")
@@ -66,16 +67,29 @@ def ollama_url() -> str:
     return f"{scheme}://{name.replace('0.0.0.0', '127.0.0.1') or '127.0.0.1'}:{port}"
 
 
-def _ollama() -> Peer:
-    import httpx
-
-    url = ollama_url()
+def _url(url: str, options: Options) -> Peer:
     try:
-        httpx.get(f"{url}/api/version", timeout=5).raise_for_status()
-    except httpx.HTTPError:
-        binary = shutil.which("ollama")
-        if binary is None:
+        identify(url, options.peer_model, min(options.timeout, 30.0), options.peer_key)
+    except RequestFailed as error:
+        raise NoPeer(f"no OpenAI server answers at {url}: {error}") from None
+    return Peer("url", url)
+
+
+def _ollama(options: Options) -> Peer:
+    url = ollama_url()
+    if not options.peer_model:
+        text = "name the model as Ollama has it with --peer-model (`ollama list`); one made of the same file is made "
+        raise NoPeer(text + "by: ollama create NAME -f Modelfile, with the line FROM /path/to/file.gguf")
+    target = Target(url, "ollama", options.peer_model, timeout=min(options.timeout, 30.0))
+    try:
+        target.get("/api/version")
+    except RequestFailed:
+        if shutil.which("ollama") is None:
             text = f"no Ollama answers at {url} and none is installed: curl -fsSL https://ollama.com/install.sh | sh"
             raise NoPeer(text) from None
         raise NoPeer(f"no Ollama answers at {url}: start it with `ollama serve`") from None
+    try:
+        target.post("/api/show", {"model": options.peer_model})
+    except RequestFailed as error:
+        raise NoPeer(f"Ollama at {url} does not have the model {options.peer_model} (`ollama list`): {error}") from None
     return Peer("ollama", url)

@@ -21,6 +21,9 @@ NOISE_NATS = 0.05
 not bit-stable across batch shapes and cache hits."""
 
 
+SHOWN_ERRORS = 5
+"""Failed turns of a side that are kept word for word."""
+
 _ISA = (
     *("avx2", "fma", "f16c", "avx_vnni", "avx512", "avx512_vbmi", "avx512_vnni", "avx512_bf16"),
     *("neon", "dotprod", "matmul_int8", "sve"),
@@ -233,6 +236,14 @@ class Report(msgspec.Struct):
         """Note a trouble, once."""
         if all(t.text != text for t in self.troubles):
             self.troubles.append(Trouble(status, text))
+
+    def turn_failed(self, c: Contestant, text: str) -> None:
+        """A turn of `c` failed: the first few are kept word for word, and the trouble is one a side."""
+        if len(c.errors) < SHOWN_ERRORS:
+            c.errors.append(text[:300])
+        elif len(c.errors) == SHOWN_ERRORS:
+            c.errors.append("more turns failed: the turns say which")
+        self.trouble(OURS_FAILED if c.ours else PEER_FAILED, f"{c.name}: turns failed, the first: {c.errors[0]}")
 
     @property
     def status(self) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ftgguf.bench.cache_watch import CacheWatch, watched
-from ftgguf.bench.client import Answer, RequestFailed, Target
+from ftgguf.bench.client import GREEDY, Answer, RequestFailed, Target
 from ftgguf.bench.contenders import Contender, Running
 from ftgguf.bench.in_process import say
 from ftgguf.bench.options import Options
-from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, Turn, missing_isa
+from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Contestant, Report, Turn, missing_isa
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.tracefile import Request, Session, flattened
 
@@ -39,6 +39,7 @@ class Replay:
         self.sides = sides
         self.sessions = sessions
         self.n_gen = n_gen
+        self._flat: set[str] = set()
         self.prepared: list[Prepared] = []
         report.contestants = [side.contestant for side in sides]
         turns = sum(len(s.requests) for s in sessions)
@@ -118,16 +119,29 @@ class Replay:
             )
             self.report.turns.append(turn)
             try:
-                answer = self._send(running.target, p)
+                answer = self._asked(c, running.target, p)
             except RequestFailed as error:
                 turn.error = str(error)
-                c.errors.append(f"{p.session} turn {p.number}: {error}")
-                self.report.trouble(OURS_FAILED if c.ours else PEER_FAILED, f"{c.name}: {p.session}: {error}")
+                self.report.turn_failed(c, f"{p.session} turn {p.number}: {error}")
                 running.check()
                 if "hangs" in turn.error:
                     raise
                 continue
             self._record(turn, answer)
+
+    def _asked(self, c: Contestant, target: Target, p: Prepared) -> Answer:
+        """The turn's answer. A peer that refuses messages with tool calls in them gets them as text from then on."""
+        if c.name in self._flat:
+            p = replace(p, request=flattened(p.request))
+        try:
+            return self._send(target, p)
+        except RequestFailed as error:
+            if target.dialect == "native" or c.name in self._flat or " answered " not in str(error):
+                raise
+            answer = self._send(target, replace(p, request=flattened(p.request)))
+        self._flat.add(c.name)
+        c.notes.append("it refused messages with tool calls: it gets them as plain text")
+        return answer
 
     def _send(self, target: Target, p: Prepared) -> Answer:
         if target.dialect == "native":
@@ -140,7 +154,8 @@ class Replay:
             "stream_options": {"include_usage": True},
             "temperature": 0,
             "seed": 1,
-        } | ({"tools": list(p.request.tools)} if p.request.tools else {})
+        }
+        body |= ({"tools": list(p.request.tools)} if p.request.tools else {}) | ({} if target.strict else GREEDY)
         # Ollama has OpenAI's endpoint too, and its stream is read alike
         return Target(target.url, "openai", target.model, target.api_key, target.timeout).stream(
             "/v1/chat/completions", body

@@ -131,7 +131,7 @@ def make_plan(
     room = max(0, limit - max(SUFFIXES) - 8)
     context = min(max(depths, default=0) or 8192, room) if "suffix" in workloads else 0
     if "suffix" in workloads and context < 256:
-        report.notes.append(f"left out, as the model's context is {limit} tokens: short suffixes on a long context")
+        report.notes.append(f"left out, as they go on a context of 256 tokens at least, not {context}: short suffixes")
         context = 0
     return Plan(
         prompts=fits("prompts of", prompts, 1) if "pp" in workloads else (),

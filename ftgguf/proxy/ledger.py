@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from ftgguf.bench.report import PEER_FAILED, Contestant, Report, Turn
+from ftgguf.bench.report import Contestant, Report, Turn
 from ftgguf.bench.tracefile import Message, common, continues
 from ftgguf.proxy.meter import Meter
 
@@ -91,8 +91,7 @@ class Ledger:
         )
         self.report.turns.append(turn)
         if error:
-            side.errors.append(f"{c.name} turn {asked.turn}: {error}")
-            self.report.trouble(PEER_FAILED, f"{side.name}: requests failed, the first with: {error}")
+            self.report.turn_failed(side, f"{c.name} turn {asked.turn}: {error}")
             return
         self._samples(side, meter, total)
         self._compare(asked, side, meter.text)

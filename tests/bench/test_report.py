@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 
 from ftgguf.bench import html, outputs, table
+from ftgguf.bench.client import Answer
 from ftgguf.bench.publish import to_json
 from ftgguf.bench.report import (
     INTERRUPTED,
@@ -216,3 +217,42 @@ def test_turn_table_has_every_side_and_failures() -> None:
         "-",
         "-",
     ]
+
+
+def answer(*pieces: str, gaps: list[float] | None = None) -> Answer:
+    """A text in chunks of one token each; ids by order of appearance."""
+    ids = [100 + i for i in range(len(pieces))]
+    return Answer(tokens=ids, gaps=gaps or [], pieces=list(pieces), piece_tokens=[1] * len(pieces))
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "gaps", "status"),
+    [
+        (("a", " b", " c"), ("a", " b", " c"), [9.0, 9.0, 9.0], OK),
+        (("a", " b", " c"), ("a", " b"), [9.0, 9.0, 9.0], OK),  # it stopped early
+        (("a", " b", " c"), ("a", " x"), [9.0, 9.0, 9.0], OUTPUTS_DIFFER),
+        (("a", " b", " c"), ("a", " x"), [9.0, 0.01, 9.0], OK),
+        # "m" and "my": both sides were undecided there, though the texts part only with the next token
+        (("e", "m", "e"), ("e", "my", "!"), [9.0, 0.01, 9.0], OK),
+        (("e", "m", "e"), ("e", "my", "!"), [9.0, 9.0, 0.01], OK),
+        (("e", "m", "e"), ("e", "my", "!"), [0.01, 9.0, 9.0], OUTPUTS_DIFFER),
+    ],
+)
+def test_texts_are_compared_where_a_peer_names_no_tokens(
+    own: tuple[str, ...], peer: tuple[str, ...], gaps: list[float], status: int
+) -> None:
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1)]})
+    outputs.compare_texts(report, "ftgguf", [answer(*own, gaps=gaps)], "A", [answer(*peer)])
+    assert report.status == status, report.troubles
+
+
+def test_several_tokens_in_one_chunk_are_counted() -> None:
+    """The third chunk holds two tokens: the difference in the fourth is at token 4, not 3."""
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1)]})
+    own = answer("a", "b", "cd", "e", gaps=[9.0, 9.0, 9.0, 9.0, 0.01])
+    own.tokens.append(104)
+    own.piece_tokens = [1, 1, 2, 1]
+    outputs.compare_texts(report, "ftgguf", [own], "A", [answer("a", "b", "c", "d", "x")])
+    assert [(d.index, d.gap) for d in report.outputs.divergences] == [(4, 0.01)]
