@@ -55,6 +55,8 @@ def _end(answer: Answer, verbose: bool) -> None:
     if sys.stdout.isatty() and answer.reasoning and not answer.text:
         sys.stdout.write(PLAIN)
     print(flush=True)
+    if answer.full:
+        print("(cut off: the context is full; -c gives a larger one)", file=sys.stderr)
     if verbose:
         print(speeds(answer), file=sys.stderr)
 
@@ -94,19 +96,37 @@ class Chat:
 
     def say(self, text: str, show: Show) -> Answer | None:
         """Ask and answer; on an error the question is taken back and the reason written."""
-        self.messages.append({"role": "user", "content": text})
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        question = {"role": "user", "content": text}
         try:
-            answer = self.session.answer([*system, *self.messages], show)
+            turns = self._fitting([*self.messages, question])
+            if forgotten := (len(self.messages) + 1 - len(turns)) // 2:
+                turn = "turn was" if forgotten == 1 else f"{forgotten} turns were"
+                self.write(f"(the oldest {turn} forgotten: the context has {self.session.n_ctx} tokens, -c gives more)")
+            answer = self.session.answer([*self._head(), *turns], show)
         except (AnswerError, ApiError) as error:
-            self.messages.pop()
             self.write(f"{error}" + ("; /clear starts over" if self.messages else ""))
             return None
+        self.messages = turns
         if self.session.planner is None:
             self.messages = []  # plain continuation: no turns to remember
         else:
             self.messages.append({"role": "assistant", "content": answer.text})
         return answer
+
+    def _head(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _fitting(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The latest of `turns` that leave room for an answer beside the system message: whole turns go, oldest first.
+
+        All of them where even the question alone has no place, for the error to say so.
+        """
+        most = self.session.n_ctx - self.session.room()
+        for first in range(0, len(turns), 2):
+            length = self.session.length([*self._head(), *turns[first:]])
+            if length <= most or (first == len(turns) - 1 and length < self.session.n_ctx):
+                return turns[first:]
+        return turns
 
 
 def interactive(session: Session, arguments: Arguments) -> int:

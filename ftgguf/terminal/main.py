@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ftgguf.terminal.session import Session
 
 USAGE = """usage: ftgguf run MODEL [PROMPT ...] [options] [llama-server flags]
+       ftgguf run -m FILE | -hf REPO[:QUANT] [PROMPT ...]
 
 With a prompt (or text piped in): one answer on standard output. Without: a chat; /help lists its commands.
 
@@ -26,7 +28,9 @@ With a prompt (or text piped in): one answer on standard output. Without: a chat
   --system TEXT    system message
   --raw            continue the prompt as it is, without the chat template
 
-MODEL is a .gguf file, `demo` or `stories`. llama-server's flags (-c, -t, --temp, -n ...) follow the prompt.
+MODEL is a .gguf file, `demo`, `stories`, a name as Ollama has them (qwen3:30b), or hf.co/user/repo:Q4_K_M; it is pulled
+if it is not here. Options and llama-server's flags (-c, -t, --temp, -n ...) may stand before, between and behind MODEL
+and PROMPT; what follows `--` is the prompt, whatever it begins with.
 """
 
 
@@ -34,8 +38,14 @@ class UsageError(ValueError):
     """What is wrong with the arguments; one line."""
 
 
+NAMES_MODEL = frozenset(("-m", "--model", "-hf", "-hfr", "--hf-repo", "-mu", "--model-url"))
+"""Flags that say which model it is, as llama.cpp's programs take it."""
+
+
 @dataclasses.dataclass(slots=True)
 class Arguments:
+    """`model` is empty where a flag names it; `flags` is what llama-server's parser gets."""
+
     model: str
     prompt: str
     flags: list[str]
@@ -45,13 +55,22 @@ class Arguments:
 
 
 def parse_arguments(argv: list[str]) -> Arguments:
-    """Our own options may stand anywhere; words before the first other flag are the model and the prompt."""
+    """Options and flags may stand anywhere; the first other word is the model, the rest the prompt.
+
+    How many values a flag takes is in the flag table; an unknown flag is handed on, for the parser to refuse by name.
+    """
+    from ftgguf.flags.table import by_spelling
+
+    table = by_spelling()
     words: list[str] = []
-    flags: list[str] = []
-    out = Arguments("", "", flags)
+    out = Arguments("", "", [])
+    named = False
     rest = iter(argv)
     for word in rest:
-        if word == "--verbose":
+        known = table.get(word.replace("_", "-") if word.startswith("--") else word)
+        if word == "--":
+            words += rest
+        elif word == "--verbose":
             out.verbose = True
         elif word == "--raw":
             out.raw = True
@@ -59,13 +78,20 @@ def parse_arguments(argv: list[str]) -> Arguments:
             out.system = next(rest, "")
             if not out.system:
                 raise UsageError("--system needs a text")
-        elif flags or (word.startswith("-") and len(word) > 1):
-            flags.append(word)
+        elif known is not None:
+            flag = known[0]
+            named = named or word in NAMES_MODEL
+            out.flags += [word, *itertools.islice(rest, flag.takes_value + bool(flag.hint2))]
+        elif word.startswith("-") and len(word) > 1:
+            out.flags.append(word)
         else:
             words.append(word)
-    if not words:
+    if not words and not named:
         raise UsageError("no model given: ftgguf run MODEL [PROMPT]")
-    out.model, out.prompt = words[0], " ".join(words[1:])
+    if not named:
+        out.model = words.pop(0)
+        out.flags = ["-m", out.model, *out.flags]
+    out.prompt = " ".join(words)
     return out
 
 
@@ -86,7 +112,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
         arguments = parse_arguments(argv)
-        config = parse_server(["-m", arguments.model, "-np", "1", *arguments.flags], os.environ)
+        config = parse_server(["-np", "1", *arguments.flags], os.environ)
         for warning in config.warnings:
             print(warning, file=sys.stderr)
         config = config_with_bar(config)
@@ -118,6 +144,7 @@ def open_session(config: ServerConfig, raw: bool) -> Session:
     from ftgguf.engine.load import load_engine, open_model
     from ftgguf.engine.sampler import sampling_defaults
     from ftgguf.server.process import model_templates
+    from ftgguf.server.startup import no_gpu
     from ftgguf.terminal.session import Session
     from ftgguf.vocab import Vocab
 
@@ -126,6 +153,8 @@ def open_session(config: ServerConfig, raw: bool) -> Session:
     config = dataclasses.replace(config, sampling=msgspec.structs.replace(config.sampling, **given))
     with _loading_bar() as progress:
         engine = load_engine(config, progress)
+    if missing := no_gpu(config, engine.info):
+        print(missing, file=sys.stderr)
     vocab = Vocab.load(gguf)
     templates = model_templates(config, gguf, vocab)
     planner = None if raw or not templates.explicit else ChatPlanner(templates, config.chat)

@@ -32,6 +32,8 @@ class Answer:
     timings: dict[str, float] = field(default_factory=dict)
     interrupted: bool = False
     stop_type: str = ""
+    full: bool = False
+    """It ended because the context was full."""
 
 
 Show = Callable[[str, bool], None]
@@ -53,13 +55,7 @@ class Session:
 
         Raises AnswerError, or server.errors.ApiError when the template refuses the messages.
         """
-        parser: OutputParser = PlainParser()
-        if self.planner is None:
-            prompt = "".join(message["content"] for message in messages)
-        else:
-            plan = self.planner.plan({"messages": messages})
-            prompt, parser = plan.prompt, plan.parser()
-        tokens = self.vocab.tokenize(prompt, add_special=True, parse_special=True)
+        tokens, parser = self._prompt(messages)
         if not tokens:
             raise AnswerError("the prompt is empty")
         self._ids += 1
@@ -81,11 +77,36 @@ class Session:
                     answer.timings = message.timings or answer.timings
                 elif isinstance(message, m.Finished):
                     answer.timings, answer.stop_type = message.timings, message.stop_type
+                    answer.full = message.truncated and message.stop_type == "limit"
                 elif isinstance(message, m.Failed):
                     raise AnswerError(message.message)
             answer.interrupted = bool(interrupted)
         self._show(parser.finish(), answer, show)
         return answer
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return self.engine.ready().n_ctx
+
+    def length(self, messages: list[dict[str, Any]]) -> int:
+        """Tokens of the prompt that `messages` become. Raises server.errors.ApiError."""
+        return len(self._prompt(messages)[0])
+
+    def room(self) -> int:
+        """Tokens to leave for an answer: a quarter of the context, or what -n allows if that is less."""
+        quarter, most = self.n_ctx // 4, self.config.context.n_predict
+        return min(quarter, most) if most > 0 else quarter
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> tuple[list[int], OutputParser]:
+        """Token ids, and the reader of the answer."""
+        parser: OutputParser = PlainParser()
+        if self.planner is None:
+            prompt = "".join(message["content"] for message in messages)
+        else:
+            plan = self.planner.plan({"messages": messages})
+            prompt, parser = plan.prompt, plan.parser()
+        return list(self.vocab.tokenize(prompt, add_special=True, parse_special=True)), parser
 
     def _messages(self, interrupted: list[bool]) -> Iterator[m.ToFront]:
         while self.engine.has_work:

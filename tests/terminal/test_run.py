@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pexpect
 import pytest
 
 from compat.oracle import Oracle
 from ftgguf.pull.demo import resolve_stories
+from ftgguf.terminal.chat import Chat
 from ftgguf.terminal.main import UsageError, parse_arguments
+from ftgguf.terminal.session import Answer, AnswerError, Show
 
 RUN = [sys.executable, "-m", "ftgguf", "run"]
 ROOT = Path(__file__).parents[2]
@@ -97,12 +100,102 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat: pexpect.spawn) -> Non
     assert chat.exitstatus == 0
 
 
-def test_arguments() -> None:
-    """Our options anywhere, the prompt before the first flag, everything else handed on."""
-    a = parse_arguments(["--verbose", "demo", "why", "blue?", "-c", "512", "--raw", "--temp", "0"])
-    assert (a.model, a.prompt, a.verbose, a.raw) == ("demo", "why blue?", True, True)
-    assert a.flags == ["-c", "512", "--temp", "0"]
+@pytest.mark.parametrize(
+    ("words", "model", "prompt", "flags"),
+    [
+        (["demo", "why", "blue?", "-c", "512", "--temp", "0"], "demo", "why blue?", "-m demo -c 512 --temp 0"),
+        (["demo", "-n", "8", "-t", "1", "why blue?"], "demo", "why blue?", "-m demo -n 8 -t 1"),
+        (["-n", "8", "demo", "why", "--temp", "0", "blue?"], "demo", "why blue?", "-m demo -n 8 --temp 0"),
+        (["demo", "--no-mmap", "hi", "--n_predict", "3", "you"], "demo", "hi you", "-m demo --no-mmap --n_predict 3"),
+        (["demo", "--control-vector-layer-range", "1", "2", "hi"], "demo", "hi",
+         "-m demo --control-vector-layer-range 1 2"),
+        (["demo", "-c", "512", "--", "-1 is", "--what?"], "demo", "-1 is --what?", "-m demo -c 512"),
+        (["-m", "x.gguf", "-c", "8", "Hello", "you"], "", "Hello you", "-m x.gguf -c 8"),
+        (["Hello", "-hf", "user/repo:Q8_0"], "", "Hello", "-hf user/repo:Q8_0"),
+        (["demo", "hi", "--nonsense", "x"], "demo", "hi x", "-m demo --nonsense"),
+    ],
+)  # fmt: skip
+def test_the_prompt_may_stand_anywhere(words: list[str], model: str, prompt: str, flags: str) -> None:
+    """As `ollama run` takes its flags (cobra's interspersed ones); how many values a flag has is the flag table's."""
+    a = parse_arguments(words)
+    assert (a.model, a.prompt, " ".join(a.flags)) == (model, prompt, flags)
+
+
+def test_our_own_options_may_stand_anywhere() -> None:
+    a = parse_arguments(["--verbose", "demo", "-n", "8", "--system", "Be brief.", "hi", "--raw"])
+    assert (a.verbose, a.raw, a.system, a.prompt) == (True, True, "Be brief.", "hi")
     with pytest.raises(UsageError, match="no model"):
         parse_arguments(["--verbose"])
     with pytest.raises(UsageError, match="--system"):
         parse_arguments(["demo", "--system"])
+
+
+def test_a_prompt_behind_the_flags() -> None:
+    done = run("stories", "-n", "10", "--temp", "0", "--raw", "Once upon a time")
+    assert done.stdout == "Once upon a time" + story("Once upon a time", 10) + "\n"
+
+
+class Recorder:
+    """Stands for a session: a token for each character, a context of 100; what was asked is in `asked`."""
+
+    planner = object()
+    n_ctx = 100
+
+    def __init__(self) -> None:
+        self.asked: list[list[str]] = []
+
+    def room(self) -> int:
+        return 25
+
+    def length(self, messages: list[dict[str, Any]]) -> int:
+        return sum(len(message["content"]) for message in messages)
+
+    def answer(self, messages: list[dict[str, Any]], show: Show) -> Answer:
+        if self.length(messages) >= self.n_ctx:
+            raise AnswerError("request exceeds the available context size")
+        self.asked.append([message["content"] for message in messages])
+        return Answer(text="a" * 10)
+
+
+def test_a_full_context_forgets_the_oldest_turns_and_says_so() -> None:
+    """The system message stays, whole turns go, what is left leaves a quarter of the context for the answer."""
+    session, said = Recorder(), []
+    chat = Chat(session, "SYSTEM", False, said.append)  # type: ignore[arg-type]
+    for letter in "uvw":
+        chat.say(letter * 14, lambda _text, _reasoning: None)
+    assert said == []
+    assert [len(asked) for asked in session.asked] == [2, 4, 6]
+    chat.say("x" * 14, lambda _text, _reasoning: None)  # 6 + 3 * 24 + 14 = 92 > 75, without the first turn 68
+    assert session.asked[-1] == ["SYSTEM", "v" * 14, "a" * 10, "w" * 14, "a" * 10, "x" * 14]
+    assert said == ["(the oldest turn was forgotten: the context has 100 tokens, -c gives more)"]
+    chat.say("y" * 60, lambda _text, _reasoning: None)
+    assert session.asked[-1] == ["SYSTEM", "y" * 60]
+    assert "3 turns were forgotten" in said[-1]
+
+
+def test_a_question_longer_than_the_context_costs_no_turn() -> None:
+    session, said = Recorder(), []
+    chat = Chat(session, "", False, said.append)  # type: ignore[arg-type]
+    chat.say("u" * 14, lambda _text, _reasoning: None)
+    before = list(chat.messages)
+    assert chat.say("z" * 200, lambda _text, _reasoning: None) is None
+    assert chat.messages == before
+    assert said == ["request exceeds the available context size; /clear starts over"]
+    assert chat.say("z" * 90, lambda _text, _reasoning: None) is not None  # no room is left, but it fits
+    assert len(session.asked[-1]) == 1
+
+
+def test_a_long_chat_goes_on(tmp_path: Path) -> None:
+    """The real thing: six turns in a context that holds three, without an error."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TERM": "dumb"}
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    arguments = ["-m", "ftgguf", "run", "stories", "-c", "256", "-n", "20", "--chat-template", template, "-t", "1"]
+    child = pexpect.spawn(sys.executable, arguments, cwd=str(ROOT), env=env, encoding="utf-8", timeout=60, echo=False)
+    child.expect(">>> ")
+    for _ in range(6):
+        child.sendline("once upon a time there was a little girl who " * 3)
+        child.expect(">>> ")
+        assert "exceeds" not in child.before
+    assert "forgotten: the context has 256 tokens" in child.before
+    child.sendline("/bye")
+    child.expect(pexpect.EOF)
