@@ -7,7 +7,7 @@ prompt as `tokenizer.chat_template.rerank` (llama.cpp's `convert_hf_to_gguf.py`)
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ def copy_with(
     pooling: str = "",
     labels: int = 0,
     template: str = "",
+    names: Sequence[str] = (),
     tensors: Mapping[str, NDArray[np.float32]] | None = None,
     seed: int = 1,
 ) -> Path:
@@ -39,12 +40,16 @@ def copy_with(
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name == "general.architecture":
             continue
+        if (pooling and name.endswith(".pooling_type")) or (names and name.endswith(".output_labels")):
+            continue
         element = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
     if pooling:
         writer.add_uint32(f"{arch}.pooling_type", POOLING[pooling])
-    if labels > 1:  # libllama takes one output for granted
-        writer.add_array(f"{arch}.classifier.output_labels", ["yes", "no", *map(str, range(2, labels))][:labels])
+    if labels > 1 and not names:  # libllama takes one output for granted
+        names = ["yes", "no", *map(str, range(2, labels))][:labels]
+    if names:
+        writer.add_array(f"{arch}.classifier.output_labels", list(names))
     if template:
         writer.add_string("tokenizer.chat_template.rerank", template)
     for tensor in reader.tensors:

@@ -56,7 +56,9 @@ class Batch:
     `token`, `position`, `sequence`, `cell` are int32 [rows]; `sequence[i]` indexes `tables`. `tables[s]` is int32
     [length of s after this pass]: the cell of each position of sequence s, so row i attends to
     `tables[sequence[i]][: position[i] + 1]`. `outputs` is int32 [n]: the rows whose logits are wanted, ascending.
-    `embedding` (float32 [rows, n_embd]) replaces token look-up where it is given.
+    `embedding` (float32 [rows, n_embd]) replaces token look-up where it is given. With `features` the outputs are the
+    rows of the final norm (float32 [n, n_embd]) instead of logits. `adapters`: the scale of each loaded LoRA adapter,
+    empty where none is in use; one batch has one set of them.
     """
 
     token: I32
@@ -66,6 +68,8 @@ class Batch:
     tables: tuple[I32, ...]
     outputs: I32
     embedding: F32 | None = None
+    features: bool = False
+    adapters: tuple[float, ...] = ()
 
     @property
     def rows(self) -> int:

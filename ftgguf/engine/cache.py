@@ -36,8 +36,8 @@ class KvCache:
 
     def match(self, sequence: Sequence) -> Match:
         """What is held of the sequence's tokens; at least one token is always left to evaluate."""
-        if sequence.request.cache_prompt:
-            return self.tree.match(sequence.known, limit=sequence.n_tokens - 1)
+        if sequence.reuses:
+            return self.tree.match(sequence.known, limit=sequence.n_tokens - 1, space=sequence.adapters)
         return Match(0, self.tree.root, [], False)
 
     def begin(self, sequence: Sequence, match: Match, spare: int, pin: bool = True) -> bool:
@@ -98,12 +98,12 @@ class KvCache:
         """
         length = min(sequence.n_past, sequence.exact)
         tokens = sequence.tokens[:length]
-        node = self.tree.insert(tokens, sequence.pages)
+        node = self.tree.insert(tokens, sequence.pages, sequence.adapters)
         self.tree.lock(node)
         self.unpin(sequence)
         sequence.node = node
         n = length // PAGE
-        held, own = self.tree.held_pages(tokens)[:n], sequence.pages[:n]
+        held, own = self.tree.held_pages(tokens, sequence.adapters)[:n], sequence.pages[:n]
         if held != own:
             first = next(i for i in range(n) if held[i] != own[i])
             self.pool.retain(held[first:])

@@ -108,13 +108,14 @@ class Controls:
         started = time.perf_counter()
         if not self._fingerprint:
             self._fingerprint = slot_files.fingerprint(engine.info)
+        lora = slot_files.adapters_fingerprint(engine.info)
         if action == "slot_save":
-            saved, written = slot_files.save(path, slot, engine.cache, self._fingerprint)
+            saved, written = slot_files.save(path, slot, engine.cache, self._fingerprint, lora)
             took = (time.perf_counter() - started) * 1e3
             value = {"n_saved": saved, "n_written": written, "timings": {"save_ms": took}}
         else:
             restored, read = slot_files.restore(
-                path, slot, engine.cache, self._fingerprint, engine.scheduler.n_ctx, engine.toolkit.n_vocab
+                path, slot, engine.cache, self._fingerprint, engine.scheduler.n_ctx, engine.toolkit.n_vocab, lora
             )
             took = (time.perf_counter() - started) * 1e3
             value = {"n_restored": restored, "n_read": read, "timings": {"restore_ms": took}}

@@ -187,6 +187,8 @@ class CudaExecutor:
         a batch that does not fit, MemoryError (the executor lives on) and ExecutorLost.
         """
         hidden = batch.embedding if hidden is None else hidden
+        if any(batch.adapters):
+            raise NotSupported("LoRA adapters are applied on the CPU only: add -ngl 0")
         if not 0 < batch.rows <= self.max_rows:
             raise ValueError(f"a batch of {batch.rows} rows, the executor takes 1 to {self.max_rows}")
         check_pages(batch)
@@ -194,7 +196,10 @@ class CudaExecutor:
             with self._on_device():
                 decoding = batch.rows <= self.sizes[-1] and (hidden is None) == (self.hidden is None)
                 self.store.start()
-                values = self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
+                if batch.features and self.final:
+                    values = self._features(batch, hidden)
+                else:
+                    values = self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
                 self.store.finish(batch.rows, waited=len(values) > 0)
                 return values
         except torch.OutOfMemoryError as error:
@@ -319,6 +324,19 @@ class CudaExecutor:
             logits = ops.head(hidden[at : at + HEAD_ROWS].contiguous(), self.model.head)
             result[at : at + HEAD_ROWS] = logits.cpu().numpy()
         return result
+
+    def _features(self, batch: Batch, hidden: F32 | None) -> F32:
+        """The final norm of the wanted rows, in one eager pass."""
+        n = len(batch.outputs)
+        self.large.fill(batch, batch.rows)
+        rows = self.large.rows(batch.rows, n, all_outputs=n == batch.rows)
+        ops = self._ops(rows)
+        ops.wants_features = True
+        out = segment(ops, self.model, self.first, self.last, None if hidden is None else self._upload(hidden))
+        if out is None:
+            return np.empty((0, self.model.n_embd), np.float32)
+        values: F32 = out.float().cpu().numpy()
+        return values
 
     def _upload(self, hidden: F32) -> Any:
         n = len(hidden)

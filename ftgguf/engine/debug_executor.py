@@ -44,7 +44,10 @@ class DebugExecutor:
         )
 
     def forward(self, batch: Batch) -> F32:
+        if any(batch.adapters):
+            raise NotSupported("the debug executor applies no adapters")
         ops = DebugOps(batch, self.cells)
+        ops.wants_features = batch.features
         out: F32 | None = segment(ops, self.model, 0, len(self.model.blocks), batch.embedding)
         return np.empty((0, self.n_vocab), np.float32) if out is None else np.ascontiguousarray(out, np.float32)
 

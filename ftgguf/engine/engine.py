@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ftgguf.engine import messages as m
 from ftgguf.engine.cache import KvCache
 from ftgguf.engine.config import EngineConfig
 from ftgguf.engine.controls import Controls
 from ftgguf.engine.executor import Executor, ExecutorLost
+from ftgguf.engine.link import MAX_FRAME
 from ftgguf.engine.metrics import Metrics
 from ftgguf.engine.output import Output
 from ftgguf.engine.request import RequestError, Sequence, State
@@ -28,6 +29,9 @@ from ftgguf.flags.config import ServerConfig
 from ftgguf.kv.snapshots import SnapshotBudget
 from ftgguf.nouns import F32, Snapshot
 from ftgguf.vocab import Vocab
+
+if TYPE_CHECKING:
+    from ftgguf.engine.embeddings import Embeddings
 
 log = logging.getLogger("ftgguf.engine")
 
@@ -55,6 +59,8 @@ class Engine:
         self.executor = executor
         self.config = config
         self.info: dict[str, Any] = {}
+        self.embeddings: Embeddings | None = None
+        """None where the executor has no states to pool."""
         self.metrics = Metrics()
         snapshots = SnapshotBudget(config.snapshot_bytes, _no_snapshots) if executor.recurrent else None
         self.cache = KvCache(executor, snapshots)
@@ -92,11 +98,14 @@ class Engine:
             raise ValueError(f"request id {request.id} is in use")
         try:
             self._check(request)
-            sequence = Sequence(request, self._arrivals, self.config.n_predict)
+            pooler = None
+            if request.embed and self.embeddings is not None:
+                pooler = self.embeddings.pooler(request.embed)
+            sequence = Sequence(request, self._arrivals, self.config.n_predict, pooler)
             known = sequence.known
             if int(known.min()) < 0 or int(known.max()) >= self.toolkit.n_vocab:
                 raise RequestError(400, "invalid_request_error", "Prompt contains invalid tokens")
-        except (RequestError, OverflowError) as error:
+        except (RequestError, OverflowError, ValueError) as error:
             self._refuse(request.id, error)
             return
         self._arrivals += 1
@@ -104,6 +113,8 @@ class Engine:
         self.scheduler.queue.append(sequence)
 
     def _check(self, request: m.Generate) -> None:
+        if request.embed and self.embeddings is None:
+            raise RequestError(501, "not_supported_error", "this model computes no embeddings")
         n, n_ctx = len(request.prompt), self.scheduler.n_ctx
         if n == 0:
             raise RequestError(400, "invalid_request_error", "the prompt holds no tokens")
@@ -157,6 +168,8 @@ class Engine:
 
     def _prepare(self, sequence: Sequence) -> None:
         """Sampler and text decoder; settings that cannot work fail this request only."""
+        if sequence.pooler is not None:
+            return
         try:
             sequence.sampler = self.toolkit.make_sampler(sequence.request)
             self._outputs[sequence.id] = Output(sequence.request, self.toolkit.make_decoder(sequence.request))
@@ -175,7 +188,7 @@ class Engine:
     def _run(self, step: Step) -> None:
         started = self._clock()
         try:
-            logits = self.executor.forward(step.batch)
+            values = self.executor.forward(step.batch)
         except ExecutorLost as error:
             for sequence in list(self._sequences.values()):
                 self._fail(sequence, _internal(error), keep=False)
@@ -188,13 +201,31 @@ class Engine:
             return
         now = self._clock()
         self._count(step, now - started)
+        if step.batch.features:
+            self._pool(step, values, now)
+            return
         row = 0
         for sequence, n in step.work:
             sequence.n_past += n
             if sequence.state == State.PREFILL and not self._advance_prompt(sequence, now):
                 continue
-            self._sample(sequence, logits[row])
+            self._sample(sequence, values[row])
             row += 1
+
+    def _pool(self, step: Step, states: F32, now: float) -> None:
+        """Hidden states, float32 [outputs, n_embd], to the poolers of their sequences."""
+        row = 0
+        for sequence, n in step.work:
+            pooler, n_past = sequence.pooler, sequence.n_past
+            assert pooler is not None
+            wanted = len(pooler.wanted(n_past, n_past + n, sequence.n_tokens))
+            pooler.take(states[row : row + wanted])
+            row += wanted
+            sequence.n_past += n
+            sequence.n_processed = max(sequence.n_processed, sequence.n_past - sequence.cached)
+            sequence.clock.prompt_last = now
+            if sequence.n_past == sequence.n_tokens:
+                self._embedded(sequence)
 
     def _count(self, step: Step, seconds: float) -> None:
         metrics = self.metrics
@@ -296,11 +327,40 @@ class Engine:
         )
         self._leave(sequence, keep=True)
 
+    def _embedded(self, sequence: Sequence) -> None:
+        """The whole prompt was evaluated: pool it, or fail this request only."""
+        assert self.embeddings is not None
+        assert sequence.pooler is not None
+        try:
+            values = self.embeddings.finish(sequence.pooler)
+        except Exception as error:
+            log.exception("request %d: pooling failed", sequence.id)
+            self._fail(sequence, _internal(error), keep=True)
+            return
+        if values.nbytes > MAX_FRAME - (1 << 16):
+            text = f"the embeddings of {len(values)} tokens are {values.nbytes / 2**30:.1f} GiB: choose a --pooling"
+            self._fail(sequence, RequestError(400, "invalid_request_error", text), keep=True)
+            return
+        self._messages.append(
+            m.Embedded(
+                id=sequence.id,
+                slot=sequence.slot,
+                rows=values.shape[0],
+                columns=values.shape[1],
+                data=values.astype("<f4", copy=False).tobytes(),
+                evaluated_n=sequence.n_prompt,
+                timings=sequence.timings(),
+            )
+        )
+        self._leave(sequence, keep=True)
+
     def _fail(self, sequence: Sequence, error: RequestError, keep: bool) -> None:
         self._leave(sequence, keep)
         self._refuse(sequence.id, error)
 
     def _refuse(self, id: int, error: Exception) -> None:
+        if isinstance(error, ValueError):
+            error = RequestError(400, "invalid_request_error", str(error))
         if not isinstance(error, RequestError):
             error = RequestError(400, "invalid_request_error", "Prompt contains invalid tokens")
         self._messages.append(

@@ -43,9 +43,10 @@ class Executor(Protocol):
     def forward(self, batch: Batch) -> F32:
         """Write the K and V of every row to its cell and return the logits of `batch.outputs`.
 
-        Returns float32 [len(batch.outputs), n_vocab], C-contiguous, valid until the next call. Row i attends to the
-        cells `tables[sequence[i]][: position[i] + 1]`; rows of one sequence are in ascending position, and a row sees
-        the rows before it in the same batch. Raises ExecutorLost when no further call can succeed.
+        Returns float32 [len(batch.outputs), n_vocab] (with `batch.features`: [.., n_embd]), C-contiguous, valid until
+        the next call. Row i attends to the cells `tables[sequence[i]][: position[i] + 1]`; rows of one sequence are in
+        ascending position, and a row sees the rows before it in the same batch. Raises NotSupported for features or
+        adapters that the executor does not have, and ExecutorLost when no further call can succeed.
         """
 
     def copy_cells(self, src: I32, dst: I32) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from ftgguf import _ggml_cpu as native
 from ftgguf.engine.executor import NotSupported
 from ftgguf.engine.ggml_weights import GgmlSource
+from ftgguf.engine.lora import AdapterWeights, Delta
 from ftgguf.gguf.types import TensorType
 from ftgguf.layers.block import segment
 from ftgguf.layers.params import Decoder, Moe
@@ -20,6 +21,11 @@ KV_PAD = 256
 """Attention spans a multiple of this many cells, so that a graph serves 256 decode steps (llama.cpp's padding)."""
 KEPT_GRAPHS = 24
 """Graphs kept for reuse: decode at several batch sizes, and the prompt chunks seen last."""
+
+
+Key = tuple[int, int, int, bool, bool, tuple[float, ...]]
+"""What a graph is built for: rows, cells of attention, outputs, starts from a hidden state, ends with the final norm
+instead of logits, scales of the adapters."""
 
 
 class _Pass:
@@ -50,8 +56,10 @@ class GgmlExecutor:
         type_v: str = "f16",
         first: int = 0,
         last: int | None = None,
+        adapters: AdapterWeights | None = None,
     ) -> None:
         self.source = source
+        self.adapters = adapters
         self.model = model
         self.first, self.last = first, len(model.blocks) if last is None else last
         self.n_vocab = model.n_vocab
@@ -65,7 +73,7 @@ class GgmlExecutor:
             types += [int(KV_TYPES[type_k]), int(KV_TYPES[type_v])]
         self.cells = native.Cells(source.backend, rows, types, self.n_cells)
         self.arena = native.Arena(source.backend)
-        self.passes: OrderedDict[tuple[int, int, int, bool], _Pass] = OrderedDict()
+        self.passes: OrderedDict[Key, _Pass] = OrderedDict()
         # 40 nodes cover a block with attention and a MoE of 8 ranks; the rest is head-room
         self.max_nodes = 64 + (self.last - self.first) * (96 + 4 * max(64, _most_ranks(model)))
         self._threads_set = 0
@@ -75,7 +83,7 @@ class GgmlExecutor:
 
     def reserve(self) -> None:
         """Size the work memory for the largest pass, so that later graphs never lose theirs."""
-        self._pass(self.max_rows, min(self.n_cells, KV_PAD), 1, False)
+        self._pass((self.max_rows, min(self.n_cells, KV_PAD), 1, False, False, ()))
 
     def warm_up(self) -> None:
         """One decode step at position 0 of cell 0, whose contents nobody has claimed yet: starts the threads and
@@ -83,21 +91,26 @@ class GgmlExecutor:
         zero = np.zeros(1, np.int32)
         self.forward(Batch(zero, zero, zero, zero, (zero,), zero))
 
-    def _pass(self, rows: int, n_kv: int, n_outputs: int, hidden: bool) -> _Pass:
-        key = (rows, n_kv, n_outputs, hidden)
+    def _pass(self, key: Key) -> _Pass:
         found = self.passes.get(key)
         if found is not None and not found.graph.stale:
             self.passes.move_to_end(key)
             return found
-        built = self._build(rows, n_kv, n_outputs, hidden)
+        built = self._build(key)
         self.passes[key] = built
         self.passes.move_to_end(key)
         while len(self.passes) > KEPT_GRAPHS:
             self.passes.popitem(last=False)
         return built
 
-    def _build(self, rows: int, n_kv: int, n_outputs: int, hidden: bool) -> _Pass:
-        g = native.Graph(self.arena, self.max_nodes)
+    def _build(self, key: Key) -> _Pass:
+        rows, n_kv, n_outputs, hidden, features, adapters = key
+        deltas: dict[str, list[Delta]] = {}
+        if adapters:
+            if self.adapters is None:
+                raise NotSupported("no LoRA adapters are loaded")
+            deltas = self.adapters.deltas(adapters)
+        g = native.Graph(self.arena, self.max_nodes + sum(4 * len(each) for each in deltas.values()))
         i32, i64 = int(TensorType.I32), int(TensorType.I64)
         inputs = Inputs(
             token=g.input("token", i32, [rows]),
@@ -116,6 +129,7 @@ class GgmlExecutor:
         if hidden:
             h = inputs.hidden = g.input("hidden", int(TensorType.F32), [self.model.n_embd, rows])
         ops = GgmlOps(g, inputs, self.cells, n_kv, rows, n_outputs, mask)
+        ops.wants_features, ops.deltas = features, deltas
         out = segment(ops, self.model, self.first, self.last, h)
         if out is not None:
             g.output(out)
@@ -141,7 +155,7 @@ class GgmlExecutor:
         low, high = native.span(list(batch.tables))
         n_kv = min(-(-(high - low) // KV_PAD) * KV_PAD, self.n_cells)
         low = min(low, self.n_cells - n_kv)
-        p = self._pass(rows, n_kv, n_outputs, hidden is not None)
+        p = self._pass((rows, n_kv, n_outputs, hidden is not None, batch.features, batch.adapters))
         g, inputs = p.graph, p.inputs
         if hidden is not None:
             g.set(inputs.hidden, np.ascontiguousarray(hidden, np.float32))

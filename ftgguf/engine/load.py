@@ -15,14 +15,16 @@ import psutil
 
 from ftgguf import _ggml_cpu as native
 from ftgguf.engine.devices import choose as choose_device
+from ftgguf.engine.embeddings import load_embeddings
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout, choose
+from ftgguf.engine.lora import Adapter, AdapterWeights, read_adapters
 from ftgguf.engine.memory import available_memory, check_kv
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
-from ftgguf.models.config import Numbers, read_numbers
+from ftgguf.models.config import ModelError, Numbers, read_numbers
 from ftgguf.models.registry import family
 from ftgguf.pull import ollama_gguf
 from ftgguf.vocab import Vocab
@@ -47,12 +49,19 @@ def load_engine(config: ServerConfig, progress: Progress) -> Engine:
     vocab = Vocab.load(gguf)
     if config.cpu.cpus:
         os.sched_setaffinity(0, config.cpu.cpus)
-    loaded = _load_model(config, gguf, numbers, progress)
+    pooled = load_embeddings(gguf, numbers.n_embd, config.http.pooling, config.http.embedding)
+    adapters = read_adapters(config.model.lora, gguf)
+    loaded = _load_model(config, gguf, numbers, progress, adapters)
     engine = Engine(loaded.executor, vocab, config, n_ctx_train=numbers.n_ctx_train)
     if config.context.warmup or loaded.on_gpu:  # a GPU captures its graphs here
         progress("warming up", 0.0)
         loaded.executor.warm_up()
+    engine.embeddings = pooled
     engine.info = _info(config, gguf, numbers, loaded, time.monotonic() - started)
+    engine.info["pooling"] = pooled.pooling
+    engine.info["lora"] = [
+        {"path": each.path, "task_name": each.task_name, "prompt_prefix": each.prompt_prefix} for each in adapters
+    ]
     progress("ready", 1.0)
     return engine
 
@@ -66,12 +75,16 @@ class Loaded:
     on_gpu: bool = False
 
 
-def _load_model(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, progress: Progress) -> Loaded:
+def _load_model(
+    config: ServerConfig, gguf: GGUFFile, numbers: Numbers, progress: Progress, adapters: tuple[Adapter, ...]
+) -> Loaded:
     """The whole model on the CPU, or its last blocks (most often all) on a GPU."""
     device, reason = choose_device(config.placement)
     if device is None:
         cells = config.context.cells(numbers.n_ctx_train)
-        return _load_cpu(config, gguf, numbers, 0, None, cells, progress, reason)
+        return _load_cpu(config, gguf, numbers, 0, None, cells, progress, reason, adapters)
+    if adapters:
+        raise ModelError("--lora: adapters are applied on the CPU only, and a GPU would run this model: add -ngl 0")
     from ftgguf.engine.load_cuda import load_gpu  # torch, Triton and the kernels: only where a GPU is used
 
     parts: list[Loaded] = []
@@ -97,6 +110,7 @@ def _load_cpu(
     n_cells: int,
     progress: Progress,
     reason: str,
+    adapters: tuple[Adapter, ...] = (),
 ) -> Loaded:
     """Blocks [first, last) on the CPU. `reason`: why no GPU has them."""
     backend = native.Backend(config.cpu.threads)
@@ -126,6 +140,7 @@ def _load_cpu(
         type_v=config.context.type_v,
         first=first,
         last=last,
+        adapters=AdapterWeights(adapters, backend) if adapters else None,
     )
     if "context.size" in config.given:
         check_kv(executor.n_cells, executor.n_cells * executor.cells.cell_bytes)

@@ -111,6 +111,11 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Prompt lengths at which a snapshot is worth keeping (system end, turn ends)."""
     stream: bool = True
     """False: pieces may be joined before they are sent; the text is the same."""
+    embed: str = ""
+    """Pool the prompt's final hidden states (or score them, with rank pooling) instead of generating: ends with one
+    `Embedded`. A pooling type, or `model` for the server's. Sampling and stop fields are not read."""
+    adapters: tuple[float, ...] = ()
+    """The scale of each LoRA adapter by its id; shorter than their number means 0 for the rest."""
     details: dict[str, Any] = msgspec.field(default_factory=dict)
     """The request's `generation_settings` as the front shows them in `/slots`; the engine only echoes it."""
 
@@ -218,6 +223,23 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
     """The seed that was used."""
 
 
+class Embedded(msgspec.Struct, frozen=True, kw_only=True, tag="embedded"):
+    """The end of an `embed` request: `data` is float32 [rows, columns], little-endian, row by row.
+
+    One row for a pooled prompt, one for each token without pooling; with rank pooling the columns are the scores of the
+    classifier's labels. Nothing is normalised.
+    """
+
+    id: int
+    slot: int
+    rows: int
+    columns: int
+    data: bytes
+    evaluated_n: int
+    """All prompt tokens, cached ones too."""
+    timings: dict[str, float]
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """Request `id` failed; `type` and `code` are llama-server's error type and HTTP status, `extra` joins it."""
 
@@ -244,7 +266,7 @@ class Fatal(msgspec.Struct, frozen=True, kw_only=True, tag="fatal"):
 
 
 ToEngine = Generate | Cancel | Control
-ToFront = Loading | Ready | Started | Progress | Delta | Finished | Failed | Reply | Fatal
+ToFront = Loading | Ready | Started | Progress | Delta | Finished | Embedded | Failed | Reply | Fatal
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -49,6 +49,28 @@ class TextDecoder(Protocol):
         """What was held back, when the sequence ends without a stop string."""
 
 
+class StatePooler(Protocol):
+    """Makes the embedding of a prompt from its hidden states (engine.embeddings.Pooler)."""
+
+    pooling: str
+
+    @property
+    def needs_all(self) -> bool:
+        """No prefix may be reused."""
+
+    def reset(self) -> None:
+        """Forget all rows."""
+
+    def wanted(self, start: int, stop: int, total: int) -> range:
+        """The positions of [start, stop) whose states are needed, of a prompt of `total` tokens."""
+
+    def take(self, rows: F32) -> None:
+        """Their states, float32 [n, n_embd]."""
+
+    def result(self) -> F32:
+        """The embedding, float32 [1 or tokens, n_embd]."""
+
+
 class State(IntEnum):
     """Where a sequence stands. `READY` has a slot and waits for pages; `PREEMPTED` gave its pages back."""
 
@@ -85,11 +107,13 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapters",
         "arrival",
         "cached",
         "clock",
         "exact",
         "id",
+        "kind",
         "limit",
         "n_generated",
         "n_past",
@@ -98,6 +122,7 @@ class Sequence:
         "n_tokens",
         "node",
         "pages",
+        "pooler",
         "request",
         "sampler",
         "slot",
@@ -107,8 +132,14 @@ class Sequence:
         "truncated",
     )
 
-    def __init__(self, request: Generate, arrival: int, n_predict: int) -> None:
+    def __init__(self, request: Generate, arrival: int, n_predict: int, pooler: StatePooler | None = None) -> None:
         n = len(request.prompt)
+        self.pooler = pooler
+        """Of an `embed` request."""
+        self.adapters = used_adapters(request.adapters)
+        """Scales by adapter; sequences with other ones have other K and V for the same tokens."""
+        self.kind = (pooler is not None, self.adapters)
+        """Only sequences of one kind can be in one step."""
         self.request = request
         self.id = request.id
         self.arrival = arrival
@@ -133,6 +164,16 @@ class Sequence:
         self.node: Node | None = None
         self.sampler: TokenSampler | None = None
         self.clock = Clock()
+
+    @property
+    def keeps(self) -> bool:
+        """What it evaluates stays for others. Prompts that are pooled whole come back to nobody's use."""
+        return self.pooler is None or not self.pooler.needs_all
+
+    @property
+    def reuses(self) -> bool:
+        """It may start behind a prefix that others evaluated."""
+        return self.keeps and self.request.cache_prompt
 
     @property
     def known(self) -> I32:
@@ -172,3 +213,11 @@ class Sequence:
             "predicted_n": self.n_generated,
             "predicted_ms": clock.predicted_ms(),
         }
+
+
+def used_adapters(scales: tuple[float, ...]) -> tuple[float, ...]:
+    """Scales without the zeros at their end: equal for requests that use the same adapters in the same way."""
+    n = len(scales)
+    while n and scales[n - 1] == 0.0:
+        n -= 1
+    return scales[:n]

@@ -67,6 +67,10 @@ class Scheduler:
         """Sequences that can never have another cell; the caller ends them."""
         self._clock = clock
         self._turn = 0
+        self._kind: object = None
+        """The kind of the last step's sequences, where there were several kinds."""
+        self._refused: Sequence | None = None
+        """The oldest sequence that found no pages: nobody younger starts before it."""
         rows = executor.max_rows
         self._prefill_rows = min(config.prefill_rows or max(PAGE, rows // 4), rows)
         self._token, self._position, self._sequence, self._cell, self._outputs = (
@@ -104,7 +108,7 @@ class Scheduler:
             self.queue.remove(sequence)
         else:
             self._turn += 1
-            if keep and sequence.pages:
+            if keep and sequence.pages and sequence.keeps:
                 self.cache.keep(sequence)
             self.slots[sequence.slot].leave(sequence, has_new_line, self._turn)
             self.cache.release(sequence)
@@ -114,7 +118,7 @@ class Scheduler:
     def forget_slot(self, slot: Slot) -> int:
         """Erase what slot `slot` holds from the tree; returns its number of tokens."""
         n = len(slot.tokens)
-        self.cache.tree.forget(slot.tokens)
+        self.cache.tree.forget(slot.tokens, slot.adapters)
         slot.tokens = slot.tokens[:0]
         return n
 
@@ -123,8 +127,22 @@ class Scheduler:
     def plan(self) -> Step | None:
         """The next step, or None when nothing can run. `started` and `exhausted` are filled on the way."""
         self._make_room()
-        decoding = [sequence for sequence in self.active if sequence.state == State.DECODE]
-        waiting = len(decoding) != len(self.active)
+        active = self.active
+        kinds = list(dict.fromkeys([sequence.kind for sequence in active]))
+        if len(kinds) <= 1:
+            return self._plan(active)
+        last = kinds.index(self._kind) if self._kind in kinds else -1
+        for kind in kinds[last + 1 :] + kinds[: last + 1]:  # each kind in its turn
+            step = self._plan([sequence for sequence in active if sequence.kind == kind])
+            if step is not None:
+                self._kind = kind
+                return step
+        return None
+
+    def _plan(self, active: list[Sequence]) -> Step | None:
+        """A step of sequences of one kind."""
+        decoding = [sequence for sequence in active if sequence.state == State.DECODE]
+        waiting = len(decoding) != len(active)
         limit = self.executor.max_rows
         if len(decoding) >= limit:
             decoding = self._rotate(decoding, limit - 1 if waiting and limit > 1 else limit)
@@ -139,7 +157,7 @@ class Scheduler:
             self._outputs[row] = row
             work.append((sequence, 1))
         if waiting and (not rows or self.config.cont_batching):
-            rows = self._add_prompts(work, rows)
+            rows = self._add_prompts(active, work, rows)
         return self._step(work, len(decoding), rows) if rows else None
 
     def _rotate(self, decoding: list[Sequence], n: int) -> list[Sequence]:
@@ -152,9 +170,15 @@ class Scheduler:
         n_outputs, row = n_decode, n_decode
         for sequence, n in work[n_decode:]:
             row += n
-            if sequence.n_past + n == sequence.n_tokens and sequence.limit != 0:
+            n_past = sequence.n_past
+            if sequence.pooler is not None:
+                for at in sequence.pooler.wanted(n_past, n_past + n, sequence.n_tokens):
+                    self._outputs[n_outputs] = row - n + at - n_past
+                    n_outputs += 1
+            elif n_past + n == sequence.n_tokens and sequence.limit != 0:
                 self._outputs[n_outputs] = row - 1
                 n_outputs += 1
+        features, adapters = work[0][0].kind
         batch = Batch(
             self._token[:rows],
             self._position[:rows],
@@ -162,14 +186,16 @@ class Scheduler:
             self._cell[:rows],
             tuple([sequence.table[: sequence.n_past + n] for sequence, n in work]),
             self._outputs[:n_outputs],
+            features=features,
+            adapters=adapters,
         )
         return Step(batch, work, rows - n_decode)
 
     # -------------------------------------------------------------------------------------------- prompts
 
-    def _add_prompts(self, work: list[tuple[Sequence, int]], rows: int) -> int:
+    def _add_prompts(self, active: list[Sequence], work: list[tuple[Sequence, int]], rows: int) -> int:
         """Fill the step with prompt rows behind `rows` decode rows; returns the new number of rows."""
-        prompts = self._start_prompts()
+        prompts = self._start_prompts(active)
         budget = self.executor.max_rows - rows
         if rows:
             budget = min(budget, self._prefill_rows)
@@ -183,14 +209,20 @@ class Scheduler:
             rows = stop
         return rows
 
-    def _start_prompts(self) -> list[Sequence]:
+    def _start_prompts(self, active: list[Sequence]) -> list[Sequence]:
         """The sequences with prompt tokens to evaluate now; those that can start do so."""
         prompts: list[Sequence] = []
         blocked = False
-        for sequence in self.active:
+        refused = self._refused
+        if refused is not None and refused.state not in (State.READY, State.PREEMPTED):
+            refused = self._refused = None
+        for sequence in active:
             if sequence.state == State.PREFILL:
                 prompts.append(sequence)
             elif sequence.state in (State.READY, State.PREEMPTED) and not blocked:
+                if refused is not None and refused.arrival < sequence.arrival:
+                    blocked = True
+                    continue
                 match = self._match(sequence, prompts)
                 if match is None:
                     continue
@@ -198,6 +230,7 @@ class Scheduler:
                     prompts.append(sequence)
                 else:
                     blocked = True
+                    self._refused = sequence
         return prompts
 
     def _match(self, sequence: Sequence, prompts: list[Sequence]) -> Match | None:
@@ -206,11 +239,11 @@ class Scheduler:
         Requests with one prompt often arrive together. Evaluating the shared part once takes no longer for anybody.
         """
         match = self.cache.match(sequence)
-        if not sequence.request.cache_prompt or self.executor.recurrent:
+        if not sequence.reuses or self.executor.recurrent:
             return match
         for other in prompts:
             shared = min(common_prefix(sequence.known, other.known), sequence.n_tokens - 1, other.exact)
-            if shared <= match.length + PAGE:
+            if shared <= match.length + PAGE or not other.keeps:
                 continue
             if other.n_past > match.length:
                 self.cache.keep(other)
@@ -233,6 +266,8 @@ class Scheduler:
             sequence.clock.start = self._clock()
             self.metrics.n_prompt_cached += sequence.cached
             self.started.append(sequence)
+        if sequence.pooler is not None:
+            sequence.pooler.reset()
         sequence.state = State.PREFILL
         return True
 
@@ -267,7 +302,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Take the cells of `sequence` away; it starts again when there is room."""
         self.metrics.n_preempted += 1
-        self.cache.keep(sequence)
+        if sequence.keeps:
+            self.cache.keep(sequence)
         self.cache.release(sequence)
         sequence.state = State.PREEMPTED
 

@@ -1,7 +1,8 @@
 """Slots on disk: the tokens of a slot and the contents of their cells, for one model only.
 
 Layout, little-endian: magic `FTGGSLOT`, uint32 version, uint32 header length, the header (JSON: fingerprint, n_tokens,
-cell_bytes), int32 tokens [n_tokens], the cells' bytes (in chunks of CHUNK cells), and a CRC-32 of all before it.
+cell_bytes, and where adapters were in use their scales and what names their files), int32 tokens [n_tokens], the cells'
+bytes (in chunks of CHUNK cells), and a CRC-32 of all before it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def fingerprint(info: dict[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps([info.get(key) for key in _IDENTITY]).encode())
     path = info.get("path")
     if path and Path(path).is_file():
-        with open(path, "rb") as file:
-            digest.update(file.read(_SAMPLE))
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _SAMPLE))
-            digest.update(file.read(_SAMPLE))
+        _sample(digest, path)
     return digest.hexdigest()
+
+
+def _sample(digest: Any, path: str) -> None:
+    with open(path, "rb") as file:
+        digest.update(file.read(_SAMPLE))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _SAMPLE))
+        digest.update(file.read(_SAMPLE))
 
 
 class _Checked:
@@ -70,13 +75,27 @@ class _Checked:
         self.count += len(data)
 
 
-def save(path: Path, slot: Slot, cache: KvCache, model: str) -> tuple[int, int]:
-    """Write what is held of the slot's tokens; returns (tokens, bytes). The file appears whole or not at all."""
-    match = cache.tree.match(slot.tokens)
+def adapters_fingerprint(info: dict[str, Any]) -> str:
+    """Names the loaded LoRA adapters, in order: a hash of the first and last MiB of their files."""
+    digest = hashlib.sha256()
+    for adapter in info.get("lora", ()):
+        _sample(digest, adapter["path"])
+    return digest.hexdigest()
+
+
+def save(path: Path, slot: Slot, cache: KvCache, model: str, lora: str = "") -> tuple[int, int]:
+    """Write what is held of the slot's tokens; returns (tokens, bytes). The file appears whole or not at all.
+
+    `model` and `lora` name the model and the loaded adapters (`fingerprint`, `adapters_fingerprint`).
+    """
+    match = cache.tree.match(slot.tokens, space=slot.adapters)
     tokens = slot.tokens[: match.length]
     cells = cells_of(match.pages)[: match.length]
     cell_bytes = len(cache.executor.read_cells(cells[:1])) if len(cells) else 0
-    header = json.dumps({"fingerprint": model, "n_tokens": len(tokens), "cell_bytes": cell_bytes}).encode()
+    fields: dict[str, Any] = {"fingerprint": model, "n_tokens": len(tokens), "cell_bytes": cell_bytes}
+    if slot.adapters:
+        fields |= {"adapters": slot.adapters, "lora": lora}
+    header = json.dumps(fields).encode()
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -94,7 +113,9 @@ def save(path: Path, slot: Slot, cache: KvCache, model: str) -> tuple[int, int]:
     return len(tokens), out.count + 4
 
 
-def restore(path: Path, slot: Slot, cache: KvCache, model: str, n_ctx: int, n_vocab: int) -> tuple[int, int]:
+def restore(
+    path: Path, slot: Slot, cache: KvCache, model: str, n_ctx: int, n_vocab: int, lora: str = ""
+) -> tuple[int, int]:
     """Read a slot file into the cache and the slot; returns (tokens, bytes).
 
     Raises SlotFileError for another model, a damaged file or one that does not fit; the slot then holds nothing.
@@ -103,24 +124,24 @@ def restore(path: Path, slot: Slot, cache: KvCache, model: str, n_ctx: int, n_vo
     try:
         with open(path, "rb") as file:
             source = _Checked(file)
-            tokens, cell_bytes = _read_head(source, model, n_ctx, n_vocab)
+            tokens, cell_bytes, adapters = _read_head(source, model, lora, n_ctx, n_vocab)
             pages = _take_pages(cache, pages_for(len(tokens)))
             try:
                 _read_cells(source, cache, cells_of(pages)[: len(tokens)], cell_bytes)
                 if struct.pack("<I", source.crc) != file.read(4):
                     raise SlotFileError("its checksum is wrong: the file is damaged")
-                cache.tree.insert(tokens, pages)
+                cache.tree.insert(tokens, pages, adapters)
             finally:
                 cache.pool.release(pages)
     except OSError as error:
         raise SlotFileError(f"Unable to restore slot: {path.name}: {error.strerror}") from None
     except SlotFileError as error:
         raise SlotFileError(f"Unable to restore slot: {path.name}: {error}") from None
-    slot.tokens = tokens
+    slot.tokens, slot.adapters = tokens, adapters
     return len(tokens), source.count + 4
 
 
-def _read_head(source: _Checked, model: str, n_ctx: int, n_vocab: int) -> tuple[I32, int]:
+def _read_head(source: _Checked, model: str, lora: str, n_ctx: int, n_vocab: int) -> tuple[I32, int, tuple[float, ...]]:
     magic, version, length = _HEAD.unpack(source.read(_HEAD.size))
     if magic != MAGIC:
         raise SlotFileError("not a slot file of this program")
@@ -130,16 +151,19 @@ def _read_head(source: _Checked, model: str, n_ctx: int, n_vocab: int) -> tuple[
     try:
         header = json.loads(text)
         n, cell_bytes, found = int(header["n_tokens"]), int(header["cell_bytes"]), str(header["fingerprint"])
+        adapters = tuple(float(scale) for scale in header.get("adapters", ()))
     except (ValueError, KeyError, TypeError):
         raise SlotFileError("its header is damaged") from None
     if found != model:
         raise SlotFileError("it was saved with another model or other KV types")
+    if adapters and header.get("lora") != lora:
+        raise SlotFileError("it was saved with other LoRA adapters")
     if not 0 <= n <= n_ctx:
         raise SlotFileError(f"its {n} tokens do not fit in the slot's context of {n_ctx}")
     tokens = np.frombuffer(source.read(4 * n), dtype="<i4").astype(np.int32)
     if n and not 0 <= int(tokens.min()) <= int(tokens.max()) < n_vocab:
         raise SlotFileError("it holds invalid tokens")
-    return tokens, cell_bytes
+    return tokens, cell_bytes, adapters
 
 
 def _take_pages(cache: KvCache, n: int) -> list[int]:

@@ -26,13 +26,15 @@ class Slot:
     id: int
     sequence: Sequence | None = None
     tokens: I32 = field(default_factory=lambda: _NO_TOKENS)
+    adapters: tuple[float, ...] = ()
+    """What `tokens` were evaluated with."""
     last_used: int = -1
     shown: dict[str, Any] = field(default_factory=dict)
     """The `/slots` fields of the last sequence."""
 
     def leave(self, sequence: Sequence, has_new_line: bool, clock: int) -> None:
         """The sequence is over: remember its tokens and what `/slots` shows of it."""
-        self.tokens = sequence.evaluated.copy()
+        self.tokens, self.adapters = sequence.evaluated.copy(), sequence.adapters
         self.shown = describe(sequence, has_new_line, has_next=False)
         self.sequence = None
         self.last_used = clock

@@ -6,7 +6,20 @@ It drives parsing, `--help`, shell completion and docs/flags.md. Rows are in `ft
 from __future__ import annotations
 
 from ftgguf.flags.row import Flag
-from ftgguf.flags.tables import chat, context, cpu, http, logging, model, own, placement, sampling, spec, unsupported
+from ftgguf.flags.tables import (
+    adapters,
+    chat,
+    context,
+    cpu,
+    http,
+    logging,
+    model,
+    own,
+    placement,
+    sampling,
+    spec,
+    unsupported,
+)
 
 SECTIONS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("Help and logging", logging.FLAGS),
@@ -17,6 +30,7 @@ SECTIONS: tuple[tuple[str, tuple[Flag, ...]], ...] = (
     ("Sampling defaults", sampling.FLAGS),
     ("Chat and reasoning", chat.FLAGS),
     ("Server and HTTP", http.FLAGS),
+    ("Embeddings and adapters", adapters.FLAGS),
     ("Speculative decoding", spec.FLAGS),
     ("ftgguf", own.FLAGS),
     ("Not supported", unsupported.FLAGS),

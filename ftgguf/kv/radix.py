@@ -6,13 +6,15 @@ or the same one: *a node's page is valid, along its path, from the page's first 
 deepest node of a path that touches a page has the copy to read. Whole pages are shared by reference; the cells of a
 partial page are copied into a page of the new sequence (`Match.adoptable` says when not even that is needed).
 
-Only what was evaluated is inserted, so a match is exact: equal tokens at equal positions behind equal prefixes.
+Only what was evaluated is inserted, so a match is exact: equal tokens at equal positions behind equal prefixes. What
+was evaluated with other adapters has other K and V for the same tokens: it is kept apart, in a *space* of its own with
+its own root, while pages and the order of eviction are common.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -80,6 +82,8 @@ class RadixTree:
         self.pool = pool
         self.snapshots = snapshots
         self.root = Node(None, _NO_TOKENS, 0, [])
+        self.roots: dict[Hashable, Node] = {(): self.root}
+        """Space -> root. The empty one, of the model alone, is always there."""
         self.n_nodes = 0
         self.evicted_pages = 0
         self.version = 0
@@ -90,25 +94,29 @@ class RadixTree:
 
     # ------------------------------------------------------------------------------------------- matching
 
-    def match(self, tokens: I32, limit: int | None = None) -> Match:
-        """The longest prefix of `tokens` (at most `limit` of them) that is held; nothing is changed or locked."""
-        path, length = self._walk(tokens if limit is None else tokens[:limit])
+    def match(self, tokens: I32, limit: int | None = None, space: Hashable = ()) -> Match:
+        """The longest prefix of `tokens` (at most `limit` of them) that is held in `space`; nothing is changed."""
+        root = self.roots.get(space)
+        if root is None:
+            return Match(0, self.root, [], False)
+        path, length = self._walk(tokens if limit is None else tokens[:limit], root)
         snapshot = None
         if self.snapshots is not None:
             path, length, snapshot = self._last_snapshot(path, length)
         pages = _pages(path, length)
-        node = path[-1] if path else self.root
+        node = path[-1] if path else root
         adoptable = length % PAGE != 0 and length == node.end and self.pool.refs(pages[-1]) == 1
         return Match(length, node, pages, adoptable, snapshot)
 
-    def held_pages(self, tokens: I32) -> list[int]:
+    def held_pages(self, tokens: I32, space: Hashable = ()) -> list[int]:
         """The pages of the longest prefix of `tokens` that is held, whether or not a snapshot makes it usable."""
-        return _pages(*self._walk(tokens))
+        root = self.roots.get(space)
+        return [] if root is None else _pages(*self._walk(tokens, root))
 
-    def _walk(self, tokens: I32) -> tuple[list[Node], int]:
+    def _walk(self, tokens: I32, root: Node) -> tuple[list[Node], int]:
         """The nodes that cover the longest common prefix, top down, and its length."""
         path: list[Node] = []
-        node, length, n = self.root, 0, len(tokens)
+        node, length, n = root, 0, len(tokens)
         while length < n:
             child = node.children.get(int(tokens[length]))
             if child is None:
@@ -132,14 +140,15 @@ class RadixTree:
 
     # ------------------------------------------------------------------------------------------- growing
 
-    def insert(self, tokens: I32, pages: list[int]) -> Node:
-        """Keep the evaluated `tokens`, whose cells are in `pages` (one for each page index).
+    def insert(self, tokens: I32, pages: list[int], space: Hashable = ()) -> Node:
+        """Keep the tokens that were evaluated in `space`, whose cells are in `pages` (one for each page index).
 
         What the tree already holds stays as it is; the rest becomes one new node, which takes references to its pages.
         Returns the node that ends where `tokens` end.
         """
-        path, length = self._walk(tokens)
-        node = path[-1] if path else self.root
+        root = self._root_of(space)
+        path, length = self._walk(tokens, root)
+        node = path[-1] if path else root
         if length < node.end:
             node = self._split(node, length)
         if length == len(tokens):
@@ -152,6 +161,16 @@ class RadixTree:
         child.last_use = self._clock
         self._offer(child)
         return child
+
+    def _root_of(self, space: Hashable) -> Node:
+        """The root of `space`; a new one takes the place of those that hold nothing any more."""
+        root = self.roots.get(space)
+        if root is None:
+            for other, node in list(self.roots.items()):
+                if node is not self.root and not node.children and not node.locks:
+                    del self.roots[other]
+            root = self.roots[space] = Node(None, _NO_TOKENS, 0, [])
+        return root
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut `node` at position `at`; returns the new upper part. `node` stays the lower part, with its locks."""
@@ -176,11 +195,11 @@ class RadixTree:
         self.n_nodes += 1
         return upper
 
-    def add_snapshot(self, tokens: I32, snapshot: Snapshot) -> bool:
+    def add_snapshot(self, tokens: I32, snapshot: Snapshot, space: Hashable = ()) -> bool:
         """Hang `snapshot` (the state after all of `tokens`) on its node; False when the tokens are not held."""
         if self.snapshots is None:
             raise ValueError("this tree keeps no snapshots")
-        path, length = self._walk(tokens)
+        path, length = self._walk(tokens, self._root_of(space))
         if length < len(tokens) or not path or snapshot.length != length:
             return False
         return self.snapshots.add(snapshot, path[-1].snapshots)
@@ -277,9 +296,9 @@ class RadixTree:
             for snapshot in [kept for length, kept in node.snapshots.items() if length > end]:
                 self.snapshots.drop(snapshot)
 
-    def forget(self, tokens: I32) -> None:
+    def forget(self, tokens: I32, space: Hashable = ()) -> None:
         """Drop what is held of `tokens` and of nothing else: from the end up to the first branch or locked node."""
-        path, _ = self._walk(tokens)
+        path, _ = self._walk(tokens, self._root_of(space))
         for node in reversed(path):
             if node.children or node.locks:
                 return
@@ -292,8 +311,8 @@ class RadixTree:
         return int(np.count_nonzero((held > 0) & (held == self.pool.ref_counts())))
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes below the root, parents first."""
-        stack = list(self.root.children.values())
+        """All nodes below the roots, parents first."""
+        stack = [node for root in self.roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

@@ -23,8 +23,8 @@ def block(ops: Ops, layer: int, h: Tensor, p: Block, *, last: bool) -> Tensor | 
 
 def segment(ops: Ops, model: Decoder, first: int, last: int, h: Tensor | None = None) -> Tensor | None:
     """Blocks [first, last) of `model`. Block 0 starts from the batch's tokens (or embeddings in `h`); the segment that
-    holds the last block returns logits [outputs, vocab] or None where none are wanted, any other the hidden state
-    [rows, n_embd]."""
+    holds the last block returns logits [outputs, vocab] (or the rows of the final norm, `ops.wants_features`), or None
+    where none are wanted, any other the hidden state [rows, n_embd]."""
     if h is None:
         h = ops.embed(model.embedding)
         if model.embedding.scale != 1.0:
@@ -32,4 +32,6 @@ def segment(ops: Ops, model: Decoder, first: int, last: int, h: Tensor | None = 
     end = len(model.blocks)
     for i in range(first, last):
         h = block(ops, i - first, h, model.blocks[i], last=i == end - 1)
-    return h if last < end or h is None else ops.head(h, model.head)
+    if last < end or h is None:
+        return h
+    return ops.features(h, model.head) if ops.wants_features else ops.head(h, model.head)

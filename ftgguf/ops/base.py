@@ -23,6 +23,8 @@ class Ops(ABC):
 
     n_outputs: int
     """Rows whose logits are wanted; 0 in the middle of a prompt."""
+    wants_features: bool = False
+    """The pass ends with the final norm instead of logits."""
 
     # ------------------------------------------------------------------------------------------------ fine
 
@@ -212,3 +214,7 @@ class Ops(ABC):
         if p.softcap > 0:
             logits = self.scale(self.unary("tanh", self.scale(logits, 1 / p.softcap)), p.softcap)
         return logits if p.scale == 1.0 else self.scale(logits, p.scale)
+
+    def features(self, h: Tensor, p: Head) -> Tensor:
+        """The final norm of the selected rows, float32 [outputs, n_embd]: what llama.cpp's embeddings are made of."""
+        return self.rms_norm(h, p.norm, p.eps)

@@ -140,6 +140,9 @@ class CudaOps(FineCudaOps):
             logits = torch.tanh(logits / p.softcap).mul_(p.softcap)
         return logits if p.scale == 1.0 else logits.mul_(p.scale)
 
+    def features(self, h: Tensor, p: Head) -> Tensor:
+        return self._normed(h, p.norm, p.eps, []).x
+
     def _normed(self, h: Tensor, weight: Weight, eps: float, matrices: Sequence[Matrix]) -> Activations:
         """The norm, with the quantised planes that products with `matrices` take when they have few rows."""
         few = (h.h if isinstance(h, Stream) else h).shape[0] <= MAX_ROWS

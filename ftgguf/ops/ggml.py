@@ -6,7 +6,7 @@ engines do the same arithmetic. ggml's shapes have the fastest dimension first: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -68,15 +68,22 @@ class GgmlOps(Ops):
         self.rows = rows
         self.n_outputs = n_outputs
         self.mask = mask
+        self.deltas: Mapping[str, Sequence[tuple[Any, Any, float]]] = {}
+        """LoRA: name of a weight -> (A, B, factor) of each adapter in use (`engine.lora`)."""
 
     def _w(self, weight: Weight) -> Any:
         return weight.pick(self.rows)
 
     def embed(self, p: Embedding) -> Tensor:
-        return self.g.get_rows(p.weight.plain, self.inputs.token)
+        h = self.g.get_rows(p.weight.plain, self.inputs.token)
+        for a, b, factor in self.deltas.get(p.weight.plain.name, ()):
+            h = self.g.add(h, self.g.scale(self.g.mul_mat(b, self.g.get_rows(a, self.inputs.token)), factor))
+        return h
 
     def linear(self, p: Linear, x: Tensor) -> Tensor:
         y = self.g.mul_mat(self._w(p.weight), x)
+        for a, b, factor in self.deltas.get(p.weight.plain.name, ()):
+            y = self.g.add(y, self.g.scale(self.g.mul_mat(b, self.g.mul_mat(a, x)), factor))
         if p.scale is not None:
             y = self.g.mul(y, p.scale.plain)
         return y if p.bias is None else self.g.add(y, p.bias.plain)

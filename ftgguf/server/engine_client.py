@@ -43,7 +43,7 @@ MAX_FAILED_STARTS = 3
 """Consecutive restarts that never became ready before the client gives up; the first start of all is not repeated,
 since what fails then (a flag, a file, memory) fails again."""
 
-Reply = m.Started | m.Progress | m.Delta | m.Finished
+Reply = m.Started | m.Progress | m.Delta | m.Finished | m.Embedded
 
 
 class RequestStream:
@@ -66,7 +66,7 @@ class RequestStream:
         return bool(self._live) or bool(self._queue)
 
     def push(self, message: Reply | m.Failed) -> None:
-        if isinstance(message, m.Finished | m.Failed):
+        if isinstance(message, m.Finished | m.Embedded | m.Failed):
             self._live.discard(message.id)
         self._queue.append(message)
         _wake(self._waiter)
@@ -286,11 +286,11 @@ class EngineClient:
     # -------------------------------------------------------------------------------------------- messages
 
     def _dispatch(self, message: m.ToFront) -> None:
-        if isinstance(message, m.Delta | m.Started | m.Progress | m.Finished | m.Failed):
+        if isinstance(message, m.Delta | m.Started | m.Progress | m.Finished | m.Embedded | m.Failed):
             stream = self._streams.get(message.id)
             if stream is not None:
                 stream.push(message)
-            if isinstance(message, m.Finished | m.Failed):
+            if isinstance(message, m.Finished | m.Embedded | m.Failed):
                 self._streams.pop(message.id, None)
                 self.last_used = time.monotonic()
         elif isinstance(message, m.Reply):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from ftgguf.chat.reasoning import thinking_is_open
 from ftgguf.engine import messages as m
-from ftgguf.server.engine_client import RequestStream
+from ftgguf.server.engine_client import Reply, RequestStream
 from ftgguf.server.errors import ApiError, server_error
 from ftgguf.server.params import RequestParams
 from ftgguf.server.prompts import check_prompt
@@ -63,7 +63,7 @@ class Sequence:
     def prompt_n(self) -> int:
         return len(self.request.prompt)
 
-    def take(self, message: m.Started | m.Progress | m.Delta | m.Finished) -> None:
+    def take(self, message: Reply) -> None:
         if isinstance(message, m.Delta):
             if not self.first_at:
                 self.first_at = time.monotonic()
@@ -108,6 +108,7 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
     n_ctx = state.n_ctx
     details = params.settings(brief=True)
     reasoning = reasoning_bound(state, params)
+    adapters = state.adapters.of_request(params.lora)
     for prompt in prompts:
         if not prompt:
             raise ApiError('"prompt" must not be empty')
@@ -135,6 +136,7 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
                 reasoning=reasoning,
                 anchors=anchors,
                 stream=params.stream,
+                adapters=adapters,
                 details=details,
             )
             out.append(Sequence(len(out), params, request))
@@ -233,7 +235,7 @@ def _encode(batch: list[Any], by_id: dict[int, Sequence], shape: Format) -> byte
             out.append(shape.finished(sequence))
         elif isinstance(message, m.Progress):
             out.append(shape.progress(sequence, message))
-        else:
+        elif isinstance(message, m.Started):
             out.append(shape.started(sequence))
     return b"".join(out)
 

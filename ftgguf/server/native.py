@@ -251,17 +251,6 @@ async def post_slots(request: Request) -> Response:
     return json_response(answer)
 
 
-async def get_lora(request: Request) -> Response:
-    return json_response([])
-
-
-async def post_lora(request: Request) -> Response:
-    body, _ = await state_of(request).json(request)
-    if not isinstance(body, list):
-        raise InvalidRequest("Request body must be an array")
-    return json_response({"success": True})
-
-
 async def post_control(request: Request) -> Response:
     """`{id, action: "reasoning_end"}`: ends the thinking of a running chat completion (see `reasoning_control`)."""
     state = state_of(request)
@@ -299,8 +288,6 @@ def unsupported(message: str) -> Any:
     return handler
 
 
-post_embeddings = unsupported("This server does not support embeddings. Start it with `--embeddings`")
-post_rerank = unsupported("This server does not support reranking. Start it with `--reranking`")
 post_systemone = unsupported("This model is not a decision model")
 post_transcriptions = unsupported("The current model does not support audio input.")
 

@@ -1,4 +1,4 @@
-"""Ollama's text routes for one loaded model: /api/chat, /api/generate, and the refusal of /api/embed.
+"""Ollama's text routes for one loaded model: /api/chat and /api/generate (embeddings are in `ollama_embed`).
 
 A request becomes the same sequences as on the other APIs; what differs is the shape of the answer: one JSON object a
 line, tool calls with their arguments as an object, thinking beside the content, durations in nanoseconds.
@@ -20,7 +20,7 @@ from ftgguf.chat.parser import ChatDelta, OutputParser, PlainParser, ToolCall
 from ftgguf.engine import messages as m
 from ftgguf.pull.layers import Extras
 from ftgguf.server.chat import parse_chat
-from ftgguf.server.errors import ApiError, InvalidRequest, not_supported, server_error
+from ftgguf.server.errors import ApiError, InvalidRequest, server_error
 from ftgguf.server.generation import Sequence, json_response, make_sequences, probs_json, respond
 from ftgguf.server.ollama_requests import chat_body, generate_body, is_empty, raw_body, wanted_context
 from ftgguf.server.ollama_wire import keep_alive_seconds, line, model_name, not_found, now, same_name, stream_response
@@ -150,7 +150,7 @@ def logprobs_json(probs: Any) -> list[dict[str, Any]]:
     return out
 
 
-async def _body(request: Request) -> tuple[dict[str, Any], int, str]:
+async def named_body(request: Request) -> tuple[dict[str, Any], int, str]:
     """(body, size, model's name as given); 404 for another model than this one."""
     parsed, size = await state_of(request).json(request)
     name = model_name(parsed)
@@ -188,7 +188,7 @@ def load_answer(name: str, chat: bool, reason: str) -> Response:
 
 async def post_chat(request: Request) -> Response:
     started, state = time.monotonic_ns(), state_of(request)
-    body, size, name = await _body(request)
+    body, size, name = await named_body(request)
     if is_empty(body, chat=True):
         return _short_answer(request, body, name, chat=True)
     plan, sequences = await parse_chat(state, _checked(lambda: chat_body(state, body, served(request).extras)), size)
@@ -198,7 +198,7 @@ async def post_chat(request: Request) -> Response:
 
 async def post_generate(request: Request) -> Response:
     started, state = time.monotonic_ns(), state_of(request)
-    body, size, name = await _body(request)
+    body, size, name = await named_body(request)
     if is_empty(body, chat=False):
         return _short_answer(request, body, name, chat=False)
     if body.get("suffix"):
@@ -252,7 +252,3 @@ async def _respond(state: ServerState, request: Request, sequences: list[Sequenc
     for sequence in sequences:
         sequence.params.sse_ping_interval = -1  # JSON lines have no comments
     return await respond(state, request, sequences, shape, stream_response)
-
-
-async def post_embed(request: Request) -> Response:
-    raise not_supported("this server computes no embeddings: use a server with an embedding model")

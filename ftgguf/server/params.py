@@ -37,7 +37,8 @@ class RequestParams:
     response_fields: list[str] = field(default_factory=list)
     stop: list[str] = field(default_factory=list)
     backend_sampling: bool = False
-    lora: list[dict[str, Any]] = field(default_factory=list)
+    lora: dict[int, float] = field(default_factory=dict)
+    """Scales of LoRA adapters by id; empty: the server's."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` but `grammar`."""
     grammar: Grammar | None = None
@@ -128,7 +129,7 @@ class RequestParams:
             "timings_per_token": self.timings_per_token,
             "post_sampling_probs": self.sampling["post_sampling_probs"],
             "backend_sampling": self.backend_sampling,
-            "lora": self.lora,
+            "lora": [{"id": id, "scale": scale} for id, scale in self.lora.items()],
         }
 
 

@@ -31,6 +31,7 @@ from ftgguf.server import startup, vertex
 from ftgguf.server.app import build_app
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError
+from ftgguf.server.prompts import RerankPrompt
 from ftgguf.server.sockets import BindError, Listener, bind_all
 from ftgguf.server.state import ServerState
 
@@ -108,7 +109,25 @@ def make_state(config: ServerConfig, gguf: GGUFFile) -> ServerState:
         config = replace(config, sampling=msgspec.structs.replace(config.sampling, **fields))
     vocab = Vocab.load(gguf)
     engine = EngineClient(encode_config(config))
-    return ServerState(config, vocab, engine, model_templates(config, gguf, vocab))
+    state = ServerState(config, vocab, engine, model_templates(config, gguf, vocab))
+    state.rerank = rerank_prompt(gguf, vocab)
+    return state
+
+
+def rerank_prompt(gguf: GGUFFile, vocab: Any) -> RerankPrompt:
+    """How a file's reranker is asked: by its own template, else with special tokens (`format_prompt_rerank`)."""
+    template = gguf.metadata.get("tokenizer.chat_template.rerank")
+
+    def ids(wanted: Any, token: int | None) -> tuple[int, ...]:
+        return () if token is None or not wanted else (token,)
+
+    end = ids(vocab.add_eos, vocab.sep if vocab.eos is None else vocab.eos)
+    return RerankPrompt(
+        template if isinstance(template, str) else "",
+        before=ids(vocab.add_bos, vocab.bos),
+        between=end + ids(gguf.metadata.get("tokenizer.ggml.add_sep_token"), vocab.sep),
+        after=end,
+    )
 
 
 def model_templates(config: ServerConfig, gguf: GGUFFile, vocab: Any) -> ChatTemplates:

@@ -6,6 +6,8 @@ those (several prompts). BOS is added only in front of a string that comes first
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Any
 
 from ftgguf.server.errors import InvalidRequest, exceeds_context
@@ -16,6 +18,8 @@ BAD_PROMPT = (
     '"prompt" elements must be a string, a list of tokens, a JSON object containing a prompt string, or a list of '
     "mixed strings & tokens."
 )
+
+_FIELD = re.compile(r"\{(query|document)\}")
 
 
 def _is_id(value: Any) -> bool:
@@ -70,3 +74,22 @@ def check_prompt(vocab: Vocabulary, ids: list[int], n_ctx: int) -> None:
         raise InvalidRequest("Prompt contains invalid tokens")
     if len(ids) >= n_ctx:
         raise exceeds_context(len(ids), n_ctx)
+
+
+@dataclass(frozen=True, slots=True)
+class RerankPrompt:
+    """How a query and a document become one prompt."""
+
+    template: str = ""
+    """`tokenizer.chat_template.rerank` with `{query}` and `{document}`; empty: the two with special tokens between."""
+    before: tuple[int, ...] = ()
+    between: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def tokens(self, vocab: Vocabulary, query: str, document: str) -> list[int]:
+        if self.template:
+            texts = {"query": query, "document": document}
+            text = _FIELD.sub(lambda found: texts[found[1]], self.template)
+            return vocab.tokenize(text, add_special=False, parse_special=True)
+        parts = [vocab.tokenize(text, add_special=False, parse_special=False) for text in (query, document)]
+        return [*self.before, *parts[0], *self.between, *parts[1], *self.after]

@@ -17,6 +17,7 @@ import msgspec
 
 from ftgguf.chat.constraint import closed_schema
 from ftgguf.engine.messages import Grammar
+from ftgguf.server.adapters import parse_scales
 from ftgguf.server.errors import InvalidRequest
 from ftgguf.server.params import REASONING_FORMATS, RequestParams
 from ftgguf.server.wire import as_bool, as_float, as_int, as_list, as_str, lenient
@@ -117,9 +118,7 @@ def _seed(params: RequestParams, value: Any, _: str, __: Context) -> None:
 def _lora(params: RequestParams, value: Any, _: str, __: Context) -> None:
     if not isinstance(value, list):
         raise ValueError("Error: 'lora' must be an array of objects with 'id' and 'scale' fields")
-    params.lora = [
-        {"id": lenient(e, "id", -1), "scale": lenient(e, "scale", 0.0)} for e in value if isinstance(e, dict)
-    ]
+    params.lora = parse_scales(value)
 
 
 def _dry_breakers(params: RequestParams, value: Any, _: str, __: Context) -> None:

@@ -15,9 +15,11 @@ from ftgguf import __version__
 from ftgguf.chat.request import ChatPlanner
 from ftgguf.chat.template import ChatTemplates
 from ftgguf.flags.config import ServerConfig
+from ftgguf.server.adapters import Adapters
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError, unavailable
 from ftgguf.server.params import RequestParams
+from ftgguf.server.prompts import RerankPrompt
 from ftgguf.server.record import RequestLog
 from ftgguf.server.replay import Sessions
 from ftgguf.server.schema import Context, Vocabulary
@@ -59,6 +61,9 @@ class ServerState:
         self.defaults = RequestParams.defaults(config)
         self.started_at = int(time.time())
         self.media_marker = f"<__media_{random_id()}__>"
+        self.rerank = RerankPrompt()
+        """How a reranker's prompts are written."""
+        self.adapters = Adapters(config.model)
         self.eog = tuple(sorted(vocab.eog_ids))
         self.sessions = Sessions()
         self.request_log = RequestLog(config, vocab)

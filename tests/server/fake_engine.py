@@ -99,6 +99,14 @@ class Engine:
             return
         while script.get("hang"):
             time.sleep(0.05)
+        if request.embed:
+            data = struct.pack("<3f", len(request.prompt), request.prompt[0], request.prompt[-1])
+            self.send(
+                m.Embedded(
+                    id=request.id, slot=1, rows=1, columns=3, data=data, evaluated_n=len(request.prompt), timings={}
+                )
+            )
+            return
         self.running.add(request.id)
         cached = script.get("cached", 0)
         self.send(m.Started(id=request.id, slot=1, cached=cached))

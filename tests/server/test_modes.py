@@ -186,10 +186,9 @@ def test_without_jinja() -> None:
         assert answer.json()["error"]["message"] == "tools param requires --jinja flag"
 
 
-def test_adapters_and_kin_are_refused_by_name(tmp_path: Path) -> None:
+def test_what_is_not_there_is_refused_by_name() -> None:
     """Flags of tier D end the start with what to use instead."""
-    (tmp_path / "a.gguf").write_bytes(b"x")
-    for flag in (["--lora", str(tmp_path / "a.gguf")], ["-md", "x.gguf"], ["--mmproj", "x.gguf"], ["--embeddings"]):
+    for flag in (["--control-vector", "x.gguf"], ["-md", "x.gguf"], ["--mmproj", "x.gguf"]):
         with pytest.raises(ServerError, match=flag[0]), our_server(MODEL, [*BASE, *flag]):
             pass
 

@@ -207,7 +207,8 @@ SETTINGS = [
     ({"stop": "a"}, {"stop": ["a"]}),
     ({"stop": ["", "b"]}, {"stop": ["b"]}),
     ({"grammar": "root ::= \"a\"", "json_schema": {}}, {"grammar": "root ::= \"a\""}),
-    ({"lora": [{"id": 0, "scale": 1}]}, {"lora": [{"id": 0, "scale": 0.0}]}),
+    ({"lora": [{"id": 3}, {"id": 0, "scale": 1}, 5]}, {"lora": [{"id": -1, "scale": 0.0}, {"id": 0, "scale": 1.0},
+                                                                  {"id": 3, "scale": 0.0}]}),
 ]  # fmt: skip
 
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from ftgguf.flags import special
 from ftgguf.flags import values as v
-from ftgguf.flags.row import Flag, grouped, switch, value, void
+from ftgguf.flags.row import Flag, grouped, switch, value
 
 _ENV = "LLAMA_ARG_"
 _AGENT = "the web UI's agent features run commands for whoever reaches the port; run tools in the client instead"
 _VISION = "images, audio and video are not supported; remove it to serve the model's text part"
-_EMBED = "this server generates text; serve embedding models with llama-server"
 _VECTOR = "control vectors are not supported; merge the change into the GGUF file"
-_LORA = "adapters are not supported; merge the adapter into the GGUF file (llama-export-lora)"
 
-_ADAPTERS: tuple[Flag, ...] = (
-    value("--lora", hint="FNAME", parse=special.lora, to="model.lora", mode="append", tier="D", note=_LORA,
-          help="LoRA adapter"),
-    value("--lora-scaled", hint="FNAME:SCALE,...", parse=special.lora_scaled, to="model.lora", mode="append",
-          tier="D", note=_LORA, help="LoRA adapter with a scale"),
+_VECTORS: tuple[Flag, ...] = (
     value("--control-vector", hint="FNAME", parse=v.text, tier="D", note=_VECTOR,
           help="control vector"),
     value("--control-vector-scaled", hint="FNAME:SCALE,...", parse=v.text, tier="D", note=_VECTOR,
@@ -40,16 +33,6 @@ _SERVER: tuple[Flag, ...] = grouped(
           help="MCP servers"),
     switch("-ag", "--agent", no=("-no-ag", "--no-agent"), env=_ENV + "AGENT", tier="D", note=_AGENT,
            help="all built-in tools and the MCP proxy"),
-    void("--embedding", "--embeddings", to="http.embedding", env=_ENV + "EMBEDDINGS", tier="D", note=_EMBED,
-         help="serve embeddings only"),
-    value("--pooling", hint="{none,mean,cls,last,rank}", parse=v.choice("none", "mean", "cls", "last", "rank"),
-          to="http.pooling", env=_ENV + "POOLING", tier="D", note=_EMBED, help="pooling of embeddings"),
-    value("--embd-normalize", hint="N", parse=v.stoi, to="http.embd_normalize", tier="D", note=_EMBED,
-          help="norm of embeddings"),
-    void("--rerank", "--reranking", to="http.reranking", env=_ENV + "RERANKING", tier="D", note=_EMBED,
-         help="serve reranking"),
-    void("--lora-init-without-apply", to="model.lora_init_without_apply", tier="D", note=_LORA,
-         help="load adapters without applying them"),
     value("-mm", "--mmproj", hint="FILE", parse=v.text, to="model.mmproj", env=_ENV + "MMPROJ", tier="D",
           note=_VISION, help="multimodal projector"),
     value("-mmu", "--mmproj-url", hint="URL", parse=v.text, to="model.mmproj_url", env=_ENV + "MMPROJ_URL", tier="D",
@@ -76,4 +59,4 @@ _SERVER: tuple[Flag, ...] = grouped(
     value("--media-path", hint="PATH", parse=v.text, tier="D", note=_VISION, help="folder of media files"),
 )  # fmt: skip
 
-FLAGS: tuple[Flag, ...] = _ADAPTERS + _SERVER
+FLAGS: tuple[Flag, ...] = _VECTORS + _SERVER
