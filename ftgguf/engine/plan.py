@@ -242,7 +242,12 @@ def _speed_line(speed: Speed) -> str:
     parts = [f"GPU {1e3 * speed.gpu:.1f} ms"] if speed.gpu else []
     parts += [f"CPU {1e3 * speed.cpu:.1f} ms"] if speed.cpu else []
     parts += [f"experts that are missing {1e3 * speed.misses:.1f} ms"] if speed.misses else []
-    return f"predicted decode, one sequence: about {speed.tokens:.3g} tokens/s ({', '.join(parts)} a token)"
+    return f"predicted decode, one sequence: about {_rounded(speed.tokens)} tokens/s ({', '.join(parts)} a token)"
+
+
+def _rounded(rate: float) -> str:
+    """Three digits and no exponent: `4920`, `38.2`, `0.71`."""
+    return f"{float(f'{rate:.3g}'):g}" if rate < 1000 else f"{float(f'{rate:.3g}'):.0f}"
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def describe(head: bytes, size: int, name: str) -> str:
     """Fault and cure of a file whose first bytes (`head`, up to 512) are not the GGUF magic. `size` in bytes."""
     if size == 0:
         return "the file is empty: the download did not start, get it again"
+    if size < 4 and b"GGUF".startswith(head):
+        return f"the file ends after {size} bytes of 'GGUF': the download has just begun, get it again"
     if head.startswith(b"version https://git-lfs"):
         found = re.search(rb"\nsize (\d{1,19})", head)
         real = f" of a {int(found[1])}-byte file" if found else ""

@@ -148,6 +148,7 @@ def show(argv: Sequence[str]) -> int:
 
     def action() -> int:
         store = Store(args.store or None)
+        resolve.meaning(args.name)  # a folder is no name, and says what is in it
         model = find_model(store, args.name, files=True)
         if model is None:
             raise NotFound(f"model '{args.name}' not found")

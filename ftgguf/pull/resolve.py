@@ -149,8 +149,12 @@ def meaning(text: str) -> Name:
     except (OSError, ValueError):  # too long for a path, or a zero byte
         is_folder = False
     name = parse(text)
-    if is_folder and (isinstance(name, PathName) or any(path.glob("*.gguf"))):
-        raise NameResolutionError(f"{text} is a folder: give the .gguf file (of a split model any shard) in it")
+    inside = sorted(file.name for file in path.glob("*.gguf")) if is_folder else []
+    if inside or (is_folder and isinstance(name, PathName)):
+        there = ", ".join(inside[:8]) + (", ..." if len(inside) > 8 else "") if inside else "there is none"
+        raise NameResolutionError(
+            f"{text} is a folder: give the .gguf file (of a split model any shard) in it: {there}"
+        )
     return name
 
 

@@ -57,6 +57,7 @@ BAD: dict[str, tuple[bytes, int | None, str]] = {
         0,
         "this is a Git LFS pointer of a 4661211808-byte file, not the model: run 'git lfs pull'",
     ),
+    "three bytes": (b"GGU", 0, "the file ends after 3 bytes of 'GGUF': the download has just begun"),
     "web page": (b"\n<!DOCTYPE html><html><head>", 0, "this is a web page saved under the model's name"),
     "error text": (b'{"error":"Repository not found"}', 0, 'this is a text file that begins \'{"error":'),
     "zeros": (b"\0" * 4096, 0, "the file begins with zeros: the download never finished"),

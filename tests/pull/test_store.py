@@ -173,8 +173,22 @@ def test_a_file_comes_before_every_other_meaning(tmp_path: Path, monkeypatch: py
     assert resolve.resolve_model("demo") == Path("demo")
     (tmp_path / "qwen3").mkdir()
     (tmp_path / "qwen3" / "a.gguf").write_bytes(b"x")
-    with pytest.raises(NameResolutionError, match="is a folder"):
+    with pytest.raises(NameResolutionError, match=r"is a folder: .* in it: a\.gguf$"):
         resolve.resolve_model("qwen3")
+
+
+def test_show_says_that_a_folder_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    """By its path, and by a name that is a folder's with models in it."""
+    (tmp_path / "empty").mkdir()
+    assert commands.show([str(tmp_path / "empty")]) == 1
+    assert "empty is a folder: give the .gguf file (of a split model any shard) in it: there is none" in (
+        capsys.readouterr().err
+    )
+    for no in range(9):
+        (tmp_path / f"{no}.gguf").write_bytes(b"x")
+    assert commands.show([str(tmp_path)]) == 1
+    assert "in it: 0.gguf, 1.gguf, " in (told := capsys.readouterr().err)
+    assert told.endswith("7.gguf, ...\n")
 
 
 def test_resolve_config(store: Store, source: FakeSource, server: Running, stories_dense: Path) -> None:
