@@ -23,25 +23,27 @@ Row = tuple[str, str]
 def main(argv: list[str]) -> int:
     """Print the report; the exit status is 1 when something is wrong that has a cure."""
     argparse.ArgumentParser(prog="ftgguf doctor", description=__doc__).parse_args(argv)
-    rows, problems = report()
+    rows, problems, hints = report()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:
         print(f"{name:{width}}  {text}")
     print()
     for line in problems or ["Nothing is in the way."]:
         print(f"! {line}" if problems else line)
+    for line in hints:
+        print(f"- {line}")
     return 1 if problems else 0
 
 
-def report() -> tuple[list[Row], list[str]]:
-    """(what was found, what will not work)."""
+def report() -> tuple[list[Row], list[str], list[str]]:
+    """(what was found, what will not work, what may matter)."""
     rows: list[Row] = [("ftgguf", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")]
     problems: list[str] = []
     _gpu(rows, problems)
     _software(rows, problems)
     _cpu(rows)
     _memory(rows, problems)
-    return rows, problems
+    return rows, problems, lock_hints(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(devices.list_devices()))
 
 
 def _gpu(rows: list[Row], problems: list[str]) -> None:
@@ -110,9 +112,40 @@ def _memory(rows: list[Row], problems: list[str]) -> None:
     rows.append(("memory", f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB available to this process"))
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     endless = soft == resource.RLIM_INFINITY
-    rows.append(("locked memory", "no limit" if endless else f"{soft / GIB:.2f} GiB (ulimit -l)"))
+    bound = ", which does not bind this process: it has CAP_IPC_LOCK" if _may_lock() else ""
+    rows.append(("locked memory", "no limit" if endless else f"{soft / GIB:.2f} GiB (ulimit -l){bound}"))
     if "microsoft" in platform.release().lower():
         problems.append("WSL: about half of the memory can be page-locked; larger expert pools are partly pinned")
+
+
+def lock_hints(limit: int, gpu: bool) -> list[str]:
+    """What a limit on locked memory of `limit` bytes (RLIM_INFINITY: none) means for a machine with a `gpu` or without.
+
+    A hint and no fault: NVIDIA's driver for Linux pins by pin_user_pages, which the limit does not bind, so that on
+    most machines a small one (8 MiB is usual) costs nothing; where something else enforces it, start-up says how much
+    of the pool was pinned.
+    """
+    if limit == resource.RLIM_INFINITY or limit >= psutil.virtual_memory().total or _may_lock():
+        return []
+    size = f"{limit / GIB:.2f} GiB" if limit >= GIB // 100 else f"{limit / 1024:.0f} KiB"
+    cure = "raise it with 'ulimit -l unlimited', or memlock in /etc/security/limits.conf"
+    if gpu:
+        return [
+            f"locked memory is limited to {size}: pinning of the expert pool may be capped there, and --mlock is. If "
+            f"the server says at its start that the pool is pinned in part, {cure}"
+        ]
+    return [
+        f"locked memory is limited to {size}: --mlock, and a GPU's expert pool if there were one, may need more: {cure}"
+    ]
+
+
+def _may_lock() -> bool:
+    """Whether this process has CAP_IPC_LOCK, which no limit binds."""
+    try:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+        return bool(int(line.split()[1], 16) >> 14 & 1)
+    except (OSError, StopIteration, ValueError, IndexError):
+        return False
 
 
 def _cpu_name() -> str:

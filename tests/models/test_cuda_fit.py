@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -238,6 +239,28 @@ def test_doctor_reports_this_machine(capsys: pytest.CaptureFixture[str]) -> None
         assert any(line.startswith(name) for line in out.splitlines()), name
     assert status in (0, 1)
     assert (status == 1) == ("! " in out)
+
+
+def test_doctor_names_a_limit_on_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a GPU what it may do to pinning, without one what it does to --mlock; neither is a fault by itself."""
+    monkeypatch.setattr(doctor, "_may_lock", lambda: False)
+    (line,) = doctor.lock_hints(8 << 20, gpu=True)
+    assert "limited to 8192 KiB" in line
+    assert "pinning of the expert pool may be capped" in line
+    assert "ulimit -l unlimited" in line
+    (line,) = doctor.lock_hints(10 << 30, gpu=False) or [""]
+    assert line == "" or "limited to 10.00 GiB: --mlock" in line  # a machine with less memory than that has no limit
+    assert doctor.lock_hints(resource.RLIM_INFINITY, gpu=True) == []
+    monkeypatch.setattr(doctor, "_may_lock", lambda: True)
+    assert doctor.lock_hints(8 << 20, gpu=True) == []
+
+
+def test_doctor_prints_hints_without_a_bad_status() -> None:
+    code = "import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 20, 1 << 20))\n"
+    code += "from ftgguf.engine import doctor; doctor._may_lock = lambda: False; raise SystemExit(doctor.main([]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "- locked memory is limited to 1024 KiB" in done.stdout
+    assert done.returncode == int("! " in done.stdout)
 
 
 def test_planning_imports_no_torch() -> None:
