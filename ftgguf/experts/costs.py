@@ -13,16 +13,22 @@ GUESS = Bandwidths(fill=12e9, cpu=12e9)
 GPU_RATE = 400e9
 """Bytes/s at which the expert products read weights on a small card."""
 GPU_ENTRY = 0.2e-6
-"""Seconds of a row at an expert on the GPU, in a tile of many."""
+"""Seconds of a row at an expert on a small card, in a tile of many."""
+GPU_PIECE = 4e-4
+"""Seconds of a piece's dozen launches, which the host queues one by one."""
+LOOK = 1e-4
+"""Seconds from the end of the router to the host's next launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathCosts:
-    """`rates` by type name (bytes/s), `cpu_entry` seconds of a further row at an expert on the CPU, by type name;
-    `dense` seconds of a chunk's attention and the like in one layer; `source` where the figures are from."""
+    """`rates` by type name (bytes/s), `cpu_entry` seconds of a further row at an expert on the CPU and `gpu` a piece's
+    products, by type name; `dense` seconds of a chunk's attention and the like in one layer, until it is seen; `source`
+    where the figures are from."""
 
     rates: Mapping[str, Bandwidths] = field(default_factory=dict)
     cpu_entry: Mapping[str, float] = field(default_factory=dict)
+    gpu: Mapping[str, Cost] = field(default_factory=dict)
     dense: float = 2e-4
     source: str = "guessed: run `ftgguf bench bw`"
     measured: bool = False
@@ -38,7 +44,8 @@ class PathCosts:
         host = 1 / b.cpu if b.cpu > 0 else 1.0
         return Costs(
             stream=Cost(2e-5, link),
-            gather=Cost(8e-5, link),
+            gather=Cost(2e-5, link),
             cpu=Cost(1e-4, host, self.cpu_entry.get(kind, host * expert_bytes)),
-            gpu=Cost(6e-5, 1 / GPU_RATE, GPU_ENTRY),
+            gpu=self.gpu.get(kind, Cost(GPU_PIECE, 1 / GPU_RATE, GPU_ENTRY)),
+            look=LOOK,
         )

@@ -23,8 +23,11 @@ from ftgguf.bench.host import cpu_name
 from ftgguf.experts import profile as profiles
 from ftgguf.experts.control import Bandwidths
 from ftgguf.experts.costs import PathCosts
+from ftgguf.experts.prefill import Cost
 from ftgguf.experts.profile import Profile, ProfileKey, TypeProfile
 from ftgguf.kernels import fill as kernels
+from ftgguf.kernels.activations import Activations
+from ftgguf.kernels.linear import ExpertBatch
 from ftgguf.kernels.residency import StepBuffers
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ class Measured:
     fill_fixed: float
     cpu_entry: float
     expert_bytes: int
+    gpu: Cost | None = None
+    """Seconds of a prompt's piece on the GPU; None without one."""
 
 
 def profile_folder() -> Path:
@@ -65,8 +70,14 @@ def stored_costs(device: torch.device, threads: int) -> PathCosts:
     loaded = profiles.load(profile_folder(), profile_key(device, threads))
     if loaded.profile is None:
         return PathCosts(source=f"guessed: {loaded.reason}")
-    rates = {name: t.rates for name, t in loaded.profile.types.items()}
-    return PathCosts(rates=rates, source=loaded.reason, measured=True)
+    types = loaded.profile.types
+    return PathCosts(
+        rates={name: t.rates for name, t in types.items()},
+        cpu_entry={name: t.cpu_entry for name, t in types.items() if t.cpu_entry},
+        gpu={name: Cost(*t.gpu) for name, t in types.items() if any(t.gpu)},
+        source=loaded.reason,
+        measured=True,
+    )
 
 
 class Probe:
@@ -92,7 +103,7 @@ class Probe:
         fill, fixed = self._link(pinned)
         both = self._together(layers, pinned)
         rates = Bandwidths(fill, cpu, min(both[0], fill), min(both[1], cpu))
-        return Measured(rates, one / CALL, fixed, entry, size)
+        return Measured(rates, one / CALL, fixed, entry, size, self._gpu(pinned[0]))
 
     def _repeat(self, call: Callable[[], int], until: float | None = None) -> tuple[float, float]:
         """(units per second, seconds per call) of `call` over the probe's time, after one call to warm up."""
@@ -156,6 +167,35 @@ class Probe:
         size = self.store.order[layers[0]].slot_bytes
         return rate, max(0.0, (one - (many - one) / (CALL - 1)) / 8) if size else 0.0
 
+    def _gpu(self, index: int) -> Cost:
+        """What a piece of a prompt costs: launches, weights read, rows at an expert."""
+        s = self.store
+        spec, device = s.order[index], s.memory.device
+        n = min(CALL, s.ring.capacity(spec.slot_bytes), s.state.experts)
+        buffer = s.ring.copy(s.bank.layers[spec.layer], spec.layer, list(range(n)))
+        s.ring.use(buffer)
+        k = min(s.top_k, n)
+
+        def seconds(experts: int, rows: int) -> float:
+            k_now = min(k, experts)
+            drawn = np.stack([self.rng.permutation(experts)[:k_now] for _ in range(rows)])
+            ids = torch.from_numpy(drawn.astype(np.int32)).to(device)
+            x = torch.randn(rows, spec.weights.up.k, device=device)
+
+            def call() -> int:
+                batch = ExpertBatch(ids, ids, buffer.addresses[spec.slot_bytes])
+                batch.down(batch.gate_up(Activations(x), spec.weights), spec.weights)
+                torch.cuda.synchronize(device)
+                return 1
+
+            return self._repeat(call, time.perf_counter() + self.seconds / 4)[1]
+
+        one, few, many = seconds(1, 16 * k), seconds(n, 16 * n), seconds(n, 128 * n)
+        s.ring.done(buffer)
+        per_entry = max(0.0, (many - few) / (112 * n * k))
+        per_byte = max(0.0, few - one - per_entry * (16 * n * k - 16 * k)) / max(1, (n - 1) * spec.slot_bytes)
+        return Cost(one, per_byte, per_entry)
+
     def _together(self, layers: list[int], pinned: list[int]) -> tuple[float, float]:
         """(link, CPU) rates while both run."""
         until = time.perf_counter() + 2 * self.seconds
@@ -180,6 +220,7 @@ def costs_of(measured: dict[str, Measured], source: str) -> PathCosts:
     return PathCosts(
         rates={k: m.rates for k, m in measured.items()},
         cpu_entry={k: m.cpu_entry for k, m in measured.items()},
+        gpu={k: m.gpu for k, m in measured.items() if m.gpu is not None},
         source=source,
         measured=True,
     )
@@ -188,5 +229,11 @@ def costs_of(measured: dict[str, Measured], source: str) -> PathCosts:
 def profile_of(measured: dict[str, Measured], key: ProfileKey) -> Profile:
     """A profile to store."""
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    types = {k: TypeProfile(m.rates, m.fill_fixed, m.cpu_fixed, m.expert_bytes) for k, m in measured.items()}
+    types = {
+        k: TypeProfile(
+            m.rates, m.fill_fixed, m.cpu_fixed, m.expert_bytes, m.cpu_entry,
+            (0.0, 0.0, 0.0) if m.gpu is None else (m.gpu.fixed, m.gpu.per_byte, m.gpu.per_entry),
+        )
+        for k, m in measured.items()
+    }  # fmt: skip
     return Profile(key, now, types)

@@ -1,8 +1,9 @@
 """A prompt chunk through the cache: each layer's missing experts streamed, gathered, shared with the CPU, or all there.
 
-`experts/prefill.py` predicts which is cheapest; this runs it. Experts in slots are used where they are and stay; the
-others go through the ring in pieces, whose products are added up here, so that the forward pass sees only residents
-and one share. Streamed layers need no look at the routing: the next layer's first pieces are copied meanwhile.
+`experts/prefill.py` predicts which is cheapest; this runs it. `place` decides and begins the first copies and the CPU's
+part; the forward pass then computes the experts in slots, which stay there; `collect` computes the others as their
+pieces come through the ring and adds everything up, so that the forward pass sees residents and one share. Streamed
+layers need no look at the routing: the next layer's first pieces are copied meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +20,7 @@ import torch
 
 from ftgguf.engine.cuda_experts import ExpertSpec, Placement
 from ftgguf.experts.prefill import Choice, Layer, Mode, UnionEstimate, cpu_share, plan_chunk
+from ftgguf.experts.prefill_times import PrefillTimes
 from ftgguf.experts.residency import seed
 from ftgguf.experts.ring import Buffer
 from ftgguf.kernels.activations import Activations
@@ -29,6 +33,29 @@ if TYPE_CHECKING:
 
 SEED_ROWS = 32
 """A chunk's last rows count as uses of their experts: decode begins with their keys."""
+
+
+@dataclass(slots=True)
+class Pending:
+    """What a layer has begun and `collect` ends: `parts` are the experts of each piece, the first `len(issued)` of them
+    being copied; `job` the CPU's part."""
+
+    index: int
+    mode: Mode
+    x: Activations
+    ids: torch.Tensor
+    weights: torch.Tensor
+    parts: list[list[int]] = field(default_factory=list)
+    issued: deque[Buffer] = field(default_factory=deque)
+    begun: int = 0
+    job: Future[tuple[I32, F32]] | None = None
+
+
+def cut(experts: Sequence[int], size: int) -> list[list[int]]:
+    """`experts` in as few pieces of at most `size` as there can be, as equal as they can be."""
+    count = -(-len(experts) // size) if experts else 0
+    edges = [round(i * len(experts) / count) for i in range(count + 1)] if count else []
+    return [list(experts[a:b]) for a, b in pairwise(edges)]
 
 
 def cpu_list(ids: I32, chosen: Sequence[int]) -> tuple[I32, I32, I32]:
@@ -52,11 +79,13 @@ class PrefillPass:
     def __init__(self, store: CachedStore) -> None:
         self.store = store
         self.unions = UnionEstimate()
+        self.times = PrefillTimes(store.memory.device)
         self.force: Mode | None = None
         """One mode for every layer (tests, `--moe-mode`)."""
         self.choices: list[Choice] = []
         self.counts: dict[str, int] = dict.fromkeys((m.value for m in Mode), 0)
         self._pool = ThreadPoolExecutor(1)
+        self._rows = 0
         self._absent: list[list[int]] = []
         self._ahead: deque[Buffer] = deque()
         self._seeds: list[torch.Tensor] = []
@@ -68,7 +97,9 @@ class PrefillPass:
         """Look at the cache (waits for the device) and choose each layer's mode."""
         s = self.store
         s.device_state.store(s.state)
+        self.times.take()
         experts = s.state.experts
+        self._rows = rows
         self._absent = [np.flatnonzero(s.state.slot_of[i, :experts] < 0).tolist() for i in range(s.state.layers)]
         smallest = min(s.ring.capacity(spec.slot_bytes) for spec in s.order)
         layers = [self._layer(i, len(self._absent[i])) for i in range(s.state.layers)]
@@ -84,7 +115,7 @@ class PrefillPass:
             k=s.top_k,
             expert_bytes=spec.slot_bytes,
             resident=spec.experts - absent,
-            dense=s.costs.dense,
+            dense=self.times.dense(self._rows, s.costs.dense),
             costs=s.costs.of(s.kinds[index], spec.slot_bytes),
             on_cpu=not s.bank.pinned[spec.layer],
         )
@@ -100,22 +131,37 @@ class PrefillPass:
         return Mode.GATHER if mode is Mode.RESIDENT else mode
 
     def place(self, index: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
-        """See ExpertStore.place. The share of everything that is not in a slot is the placement's ticket."""
+        """See ExpertStore.place. The placement's ticket is for `collect`."""
         s = self.store
         if index <= self._last or not self.choices:
             self._begin(ids.shape[0])
         self._last = index
-        spec, mode = s.order[index], self._mode(index)
+        mode = self._mode(index)
         self.counts[mode.value] += 1
+        self.times.begin(index, ids.shape[0], mode, self.choices[index].alternatives.get(mode, 0.0))
         self._seeds.append(ids[-SEED_ROWS:])
         slots = s.device_state.arrays["slot_of"][index][ids.long()].contiguous()
-        share: torch.Tensor | None = None
+        pending = Pending(index, mode, x, ids, weights)
         if mode is Mode.STREAM:
-            share = self._stream(index, spec, x, ids, weights)
+            self._issue(pending, self._absent[index])
         elif mode is not Mode.RESIDENT:
-            share = self._look(index, spec, mode, x, ids, weights)
-        self._look_ahead(index + 1)
-        return Placement(slots, s.addresses, share)
+            self._look(pending)
+        return Placement(slots, s.addresses, pending)
+
+    def collect(self, pending: Pending) -> torch.Tensor | None:
+        """The weighted sum of the experts that are in no slot; None for none."""
+        share = self._pieces(pending)
+        if pending.job is not None:
+            ids = pending.ids
+            rows, part = pending.job.result()
+            if share is None:
+                width = self.store.order[pending.index].weights.down.n
+                share = torch.zeros(ids.shape[0], width, dtype=torch.float32, device=ids.device)
+            at = torch.from_numpy(rows.astype(np.int64)).to(ids.device)
+            share = share.index_add_(0, at, torch.from_numpy(part).to(ids.device))
+        self._look_ahead(pending.index + 1)
+        self.times.end()
+        return share
 
     def end(self) -> None:
         """A pass is done: keys of the last rows' experts, as decode would have left them."""
@@ -123,6 +169,7 @@ class PrefillPass:
             return
         s = self.store
         last = [t.cpu().numpy() for t in self._seeds]
+        self.times.take()
         s.device_state.store(s.state)
         for i, ids in enumerate(last):
             seed(s.state, i, np.unique(ids))
@@ -133,39 +180,25 @@ class PrefillPass:
 
     # ------------------------------------------------------------------------------------------------- the ways
 
-    def _stream(
-        self, index: int, spec: ExpertSpec, x: Activations, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
-        return self._pieces(index, spec, self._absent[index], x, ids, weights)
-
-    def _look(
-        self, index: int, spec: ExpertSpec, mode: Mode, x: Activations, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _look(self, pending: Pending) -> None:
         """The modes that need the routing on the host."""
-        s = self.store
-        routed: I32 = ids.cpu().numpy()
+        s, index = self.store, pending.index
+        spec = s.order[index]
+        routed: I32 = pending.ids.cpu().numpy()
         count = np.bincount(routed.reshape(-1), minlength=spec.experts)
         self.unions.observe(spec.experts, s.top_k, len(routed), int(np.count_nonzero(count)))
         missing = [e for e in self._absent[index] if count[e]]
-        if not missing:
-            return None
         copied = 0
-        if mode is Mode.GATHER:
+        if pending.mode is Mode.GATHER:
             copied = len(missing)
-        elif mode is Mode.SHARE:
+        elif pending.mode is Mode.SHARE:
             missing.sort(key=lambda e: (int(count[e]), e))
             entries = [float(count[e]) for e in missing]
             copied, _ = cpu_share(len(missing), entries, self._layer(index, len(self._absent[index])))
         on_cpu = missing[: len(missing) - copied]
-        job = self._start_cpu(spec, on_cpu, routed, x, weights) if on_cpu else None
-        share = self._pieces(index, spec, sorted(missing[len(on_cpu) :]), x, ids, weights)
-        if job is None:
-            return share
-        rows, part = job.result()
-        if share is None:
-            share = torch.zeros(ids.shape[0], spec.weights.down.n, dtype=torch.float32, device=ids.device)
-        at = torch.from_numpy(rows.astype(np.int64)).to(ids.device)
-        return share.index_add_(0, at, torch.from_numpy(part).to(ids.device))
+        if on_cpu:
+            pending.job = self._start_cpu(spec, on_cpu, routed, pending.x, pending.weights)
+        self._issue(pending, sorted(missing[len(on_cpu) :]))
 
     def _start_cpu(
         self, spec: ExpertSpec, experts: list[int], ids: I32, x: Activations, weights: torch.Tensor
@@ -186,45 +219,49 @@ class PrefillPass:
 
         return self._pool.submit(run)
 
-    def _pieces(
-        self, index: int, spec: ExpertSpec, experts: list[int], x: Activations, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Copy `experts` through the ring and add up their products; None for none."""
-        if not experts:
-            return None
-        ring = self.store.ring
-        resident = self.store.bank.layers[spec.layer]
-        size = ring.capacity(spec.slot_bytes)
-        parts = [experts[i : i + size] for i in range(0, len(experts), size)]
-        issued = deque(b for b in self._ahead if b.layer == spec.layer)
+    def _issue(self, pending: Pending, experts: list[int]) -> None:
+        """Begin to copy `experts`, as far as the ring goes; the first pieces may be under way already."""
+        spec = self.store.order[pending.index]
+        pending.parts = cut(experts, self.store.ring.capacity(spec.slot_bytes)) if experts else []
+        pending.issued = deque(b for b in self._ahead if b.layer == spec.layer)
+        pending.begun = len(pending.issued)
         self._ahead.clear()
-        at = len(issued)
+        self._top_up(pending)
+
+    def _top_up(self, pending: Pending) -> None:
+        spec = self.store.order[pending.index]
+        resident = self.store.bank.layers[spec.layer]
+        while pending.begun < len(pending.parts) and len(pending.issued) < 2:
+            part = pending.parts[pending.begun]
+            pending.issued.append(self.store.ring.copy(resident, spec.layer, part))
+            pending.begun += 1
+
+    def _pieces(self, pending: Pending) -> torch.Tensor | None:
+        """Add up the products of the pieces as they arrive; None for none."""
+        ring, spec, ids = self.store.ring, self.store.order[pending.index], pending.ids
         share: torch.Tensor | None = None
-        for _ in parts:
-            while at < len(parts) and len(issued) < 2:
-                issued.append(ring.copy(resident, spec.layer, parts[at]))
-                at += 1
-            buffer = issued.popleft()
+        for part in pending.parts:
+            self._top_up(pending)
+            buffer = pending.issued.popleft()
             ring.use(buffer)
             assert buffer.table is not None
             slots = buffer.table[ids.long()].contiguous()
             batch = ExpertBatch(slots, ids, buffer.addresses[spec.slot_bytes])
-            products = batch.down(batch.gate_up(x, spec.weights), spec.weights)
-            share = combine(products, slots, weights, *([] if share is None else [share]))
+            products = batch.down(batch.gate_up(pending.x, spec.weights), spec.weights)
+            share = combine(products, slots, pending.weights, *([] if share is None else [share]))
             ring.done(buffer)
-        self.store.prefill_copied += len(experts)
+            self.store.prefill_copied += len(part)
         return share
 
     def _look_ahead(self, index: int) -> None:
-        """Begin the next layer's copies if it is to be streamed."""
+        """Begin the next layer's copies if it is to be streamed. Not the last layer's: it runs for the rows wanted only,
+        mostly one."""
         s = self.store
-        if index >= s.state.layers or self._mode(index) is not Mode.STREAM:
+        if index >= s.state.layers - 1 or self._mode(index) is not Mode.STREAM:
             return
         spec = s.order[index]
-        size = s.ring.capacity(spec.slot_bytes)
-        absent = self._absent[index]
-        for at in range(0, min(len(absent), 2 * size), size):
-            self._ahead.append(s.ring.copy(s.bank.layers[spec.layer], spec.layer, absent[at : at + size]))
+        for part in cut(self._absent[index], s.ring.capacity(spec.slot_bytes))[:2]:
+            self._ahead.append(s.ring.copy(s.bank.layers[spec.layer], spec.layer, part))
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -17,7 +17,7 @@ from pathlib import Path
 from ftgguf.experts.control import Bandwidths
 
 FORMAT = 1
-KERNEL_VERSION = 1
+KERNEL_VERSION = 2
 """Raise when a CPU or gather kernel changes speed: stored profiles then no longer count."""
 
 
@@ -36,12 +36,15 @@ class ProfileKey:
 @dataclass(frozen=True, slots=True)
 class TypeProfile:
     """Figures for experts of one tensor type, bytes/s of expert data, and each path's fixed seconds per use (`a` of
-    a + b * bytes). `expert_bytes` is what was measured with."""
+    a + b * bytes). `expert_bytes` is what was measured with. `cpu_entry`: seconds of a further row at an expert on the
+    CPU; `gpu`: of a prompt's piece on the GPU, fixed, per byte, per row at an expert (zeros: not measured)."""
 
     rates: Bandwidths
     fill_fixed: float
     cpu_fixed: float
     expert_bytes: int
+    cpu_entry: float = 0.0
+    gpu: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,8 @@ def profile_path(folder: Path, gpu: str) -> Path:
 
 
 def _check(name: str, t: TypeProfile) -> None:
-    values = {**asdict(t.rates), "fill_fixed": t.fill_fixed, "cpu_fixed": t.cpu_fixed}
+    values = {**asdict(t.rates), "fill_fixed": t.fill_fixed, "cpu_fixed": t.cpu_fixed, "cpu_entry": t.cpu_entry}
+    values |= dict(zip(("gpu_fixed", "gpu_byte", "gpu_entry"), t.gpu, strict=True))
     for field, value in values.items():
         if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise ValueError(f"type {name}: {field} is {value!r}, not a finite number from 0 on")
@@ -104,7 +108,12 @@ def _parse(record: dict[str, object]) -> Profile:
     parsed = {}
     for name, t in types.items():
         parsed[name] = TypeProfile(
-            Bandwidths(**t["rates"]), float(t["fill_fixed"]), float(t["cpu_fixed"]), int(t["expert_bytes"])
+            Bandwidths(**t["rates"]),
+            float(t["fill_fixed"]),
+            float(t["cpu_fixed"]),
+            int(t["expert_bytes"]),
+            float(t["cpu_entry"]),
+            tuple(t["gpu"]),
         )
         _check(name, parsed[name])
     return Profile(ProfileKey(**key), str(record["created"]), parsed)

@@ -49,6 +49,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
         "prefill": {
             "passes": store.prefill_passes,
             "layers_by_mode": dict(store.prefill.counts),
+            "times": store.prefill.times.status(),
             "copied_experts": store.prefill_copied,
             "copied_bytes": store.ring.copied_bytes,
             "cpu_experts": store.prefill_cpu_experts,

@@ -242,8 +242,7 @@ class CachedStore(ExpertStore):
     def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
         rows = placement.slots.shape[0]
         if rows > self.decode_rows:
-            share: torch.Tensor | None = placement.ticket
-            return share
+            return self.prefill.collect(placement.ticket)
         out = self.share[:rows]
         kernels.collect(self.mail.addresses, self.mail.ticket, self.buffers, self.index[layer], out, self.stamps)
         return out

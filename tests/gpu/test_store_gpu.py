@@ -4,8 +4,8 @@ interpreter, with prefill's modes).
 
 Activations are rounded to 8 bits and random routers have near ties, so one unit in the last place of a norm's weights
 moves this model's 40 tokens by up to 9e-5 on the CPU executor alone, mostly through another expert at a tie. Hence
-three tests that tell rounding from a race or a wrong expert: routed as the resident run was, logits agree to 1e-6 over all
-tokens; routed freely, the first other expert must be at a tie; and the same run twice gives the same bits, since the
+three tests that tell rounding from a race or a wrong expert: routed as the resident run was, logits agree to 1e-6 over
+all tokens; routed freely, the first other expert must be at a tie; the same run twice gives the same bits, since the
 split is fixed and every sum has an order."""
 
 from __future__ import annotations
