@@ -23,6 +23,7 @@ from ftgguf.engine.executor import ExecutorLost
 from ftgguf.engine.link import Link, LinkClosed, die_with_parent
 from ftgguf.engine.memory import GIB, available_memory
 from ftgguf.engine.numa import set_numa
+from ftgguf.engine.precompile import Precompiler
 
 log = logging.getLogger("ftgguf.engine")
 
@@ -110,6 +111,7 @@ def _line(error: BaseException) -> str:
 
 def serve(engine: Engine, link: Link) -> int:
     """Step while there is work, sleep when there is none."""
+    waiting = Precompiler(engine.toolkit.grammars, link.put_back)
     while True:
         wait = not engine.has_work
         if wait:
@@ -119,6 +121,10 @@ def serve(engine: Engine, link: Link) -> int:
             if isinstance(message, m.Control) and message.action == "shutdown":
                 link.finish([*engine.drain(), m.Reply(id=message.id, ok=True)])
                 return 0
+            if isinstance(message, m.Generate) and waiting.hold(message):
+                continue
+            if isinstance(message, m.Cancel) and waiting.forget(message.id):
+                continue
             engine.handle(message)
         try:
             link.send(engine.step())

@@ -29,6 +29,10 @@ Piece = tuple[int | None, bytes]
 MAX_SOURCE = 1 << 20
 """Characters of a grammar or schema."""
 MAX_SCHEMA_DEPTH = 128
+MAX_PROPERTIES = 1000
+"""Of one object: what llguidance does with optional ones grows with their square (0.3 s for 1000, 7 s for 5000)."""
+MAX_ALL_PROPERTIES = 10_000
+"""Of a whole schema: 0.35 ms each."""
 MAX_TRIGGERS = 256
 KEPT = 64
 """Compiled grammars kept for reuse, per model."""
@@ -47,8 +51,10 @@ class GrammarError(ValueError):
 
 
 def _limits() -> llguidance.LLParserLimits:
-    # A mask may cost 10 ms at most of parser items; a lexer state is 1-2 kB.
-    return llguidance.LLParserLimits(step_max_items=200_000, max_lexer_states=50_000, verbose_errors=False)
+    # A mask may cost 10 ms at most of parser items; a lexer state is 1-2 kB; an optional property is 4 items of a row.
+    return llguidance.LLParserLimits(
+        step_max_items=200_000, max_items_in_row=8 * MAX_PROPERTIES, max_lexer_states=50_000, verbose_errors=False
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,24 @@ def _depth(value: object) -> int:
     return deepest
 
 
+def _check_size(schema: object) -> None:
+    """GrammarError for a schema with more properties than can be compiled in time."""
+    total, stack = 0, [schema]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, dict):
+            properties = item.get("properties")
+            n = len(properties) if isinstance(properties, dict) else 0
+            if n > MAX_PROPERTIES:
+                raise GrammarError(f"an object with {n} properties, at most {MAX_PROPERTIES} are allowed")
+            total += n
+            stack.extend(item.values())
+        elif isinstance(item, list):
+            stack.extend(item)
+    if total > MAX_ALL_PROPERTIES:
+        raise GrammarError(f"{total} properties in all, at most {MAX_ALL_PROPERTIES} are allowed")
+
+
 def _check(text: str) -> list[str]:
     """Warnings of a grammar in llguidance's form; GrammarError if it does not compile."""
     failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(text, None, limits=_limits())
@@ -95,6 +119,7 @@ def _compile_schema(source: str) -> Compiled:
         raise GrammarError("a schema is an object or a boolean")
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise GrammarError(f"nested deeper than {MAX_SCHEMA_DEPTH}")
+    _check_size(schema)
     if isinstance(schema, dict):
         schema = {key: value for key, value in schema.items() if key not in ("$schema", "x-guidance")}
     ignored: tuple[str, ...] = ()
@@ -223,7 +248,9 @@ class GrammarCompiler:
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
         self._lock = threading.Lock()
-        self._matchers: OrderedDict[tuple[str, str], tuple[llguidance.LLMatcher, tuple[str, ...]]] = OrderedDict()
+        """Held for moments only: another thread may compile for seconds meanwhile."""
+        self._building = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], _Made | GrammarError] = OrderedDict()
 
     @cached_property
     def tokens(self) -> _Tokens:
@@ -237,25 +264,52 @@ class GrammarCompiler:
 
     def warm(self) -> None:
         """Build what the first constrained request would wait for."""
-        with self._lock:
+        with self._building:
             _ = self.tokenizer
 
     def compile(self, grammar: Grammar) -> Constraint:
         """A fresh constraint. GrammarError (a ValueError) if the grammar does not compile."""
-        key = (grammar.kind, grammar.text)
-        with self._lock:
-            found = self._matchers.get(key)
-            if found is None:
-                made = compile_grammar(grammar, self.vocab)
-                matcher = llguidance.LLMatcher(self.tokenizer, made.text, log_level=0, limits=_limits())
-                if matcher.is_error():
-                    raise GrammarError(f"failed to parse {_KIND_NAMES[grammar.kind]}: {_short(matcher.get_error())}")
-                found = self._matchers[key] = (matcher, made.warnings)
-                while len(self._matchers) > KEPT:
-                    self._matchers.popitem(last=False)
-            self._matchers.move_to_end(key)
+        found = self._known(grammar)
+        if found is None:
+            found = self._make(grammar)
+            with self._lock:
+                self._kept[grammar.kind, grammar.text] = found
+                while len(self._kept) > KEPT:
+                    self._kept.popitem(last=False)
+        if isinstance(found, GrammarError):
+            raise found
         matcher, warnings = found
         return Constraint(self, matcher.deep_copy(), grammar, warnings)
+
+    def knows(self, grammar: Grammar) -> bool:
+        """Whether `compile` would answer at once, with a constraint or an error."""
+        return self._known(grammar) is not None
+
+    def _known(self, grammar: Grammar) -> _Made | GrammarError | None:
+        key = (grammar.kind, grammar.text)
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+        return found
+
+    def _make(self, grammar: Grammar) -> _Made | GrammarError:
+        try:
+            made = compile_grammar(grammar, self.vocab)
+            self.warm()
+            matcher = llguidance.LLMatcher(self.tokenizer, made.text, log_level=0, limits=_limits())
+            probe = matcher.deep_copy()
+            probe.compute_logit_bias()  # what is too complex, or means nothing, shows here: {"$ref": "#"}
+            if probe.is_error():
+                fault = _short(probe.get_error())
+                fault = "it allows no text at all" if fault.startswith("NoExtension") else fault
+                raise GrammarError(f"failed to parse {_KIND_NAMES[grammar.kind]}: {fault}")
+        except GrammarError as error:
+            return error
+        return matcher, made.warnings
+
+
+_Made = tuple[llguidance.LLMatcher, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)

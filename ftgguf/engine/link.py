@@ -79,6 +79,10 @@ class Link:
                 raise message
             return message
 
+    def put_back(self, message: m.ToEngine) -> None:
+        """Have `receive` return `message` (again). For any thread."""
+        self._inbox.put(message)
+
     def _read(self) -> None:
         try:
             while True:

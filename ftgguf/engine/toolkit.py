@@ -23,6 +23,8 @@ class Toolkit:
     add_bos: bool
     make_sampler: Callable[[Generate], TokenSampler]
     make_decoder: Callable[[Generate], TextDecoder]
+    grammars: GrammarCompiler | None = None
+    """What the samplers compile grammars with; None where they take none."""
 
 
 def toolkit_of(vocab: Vocab, special: bool = False) -> Toolkit:
@@ -42,4 +44,4 @@ def toolkit_of(vocab: Vocab, special: bool = False) -> Toolkit:
             t_max_predict_ms=request.t_max_predict_ms,
         )
 
-    return Toolkit(vocab.n_vocab, vocab.eog_ids, vocab.add_bos, sampler, decoder)
+    return Toolkit(vocab.n_vocab, vocab.eog_ids, vocab.add_bos, sampler, decoder, grammars)

@@ -43,6 +43,24 @@ def test_a_template_that_refuses_is_a_400_with_its_text() -> None:
     assert (caught.value.code, caught.value.message) == (400, "Jinja Exception: user first")
 
 
+STRICT = (
+    "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.content }}]{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("roles", ["uu", "us", "usu", "au", "uaau"])
+def test_a_strict_template_answers_400_whatever_the_order(roles: str) -> None:
+    """Bug log R23: user twice, a late system text, the assistant first. The template's words reach the client."""
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    messages = [{"role": names[role], "content": role} for role in roles]
+    with pytest.raises(ApiError) as caught:
+        plan(STRICT, {"messages": messages})
+    assert (caught.value.code, caught.value.type) == (400, "invalid_request_error")
+    assert "roles must alternate" in caught.value.message
+    assert plan(STRICT, {"messages": [USER, {"role": "assistant", "content": "b"}, USER]}).prompt == "[Hi][b][Hi]"
+
+
 def test_system_text_goes_into_the_first_turn_where_there_is_no_system_role() -> None:
     """Bug log R24: a Gemma-like template."""
     source = (
@@ -52,6 +70,10 @@ def test_system_text_goes_into_the_first_turn_where_there_is_no_system_role() ->
     body = {"messages": [{"role": "system", "content": "S"}, USER]}
     assert plan(source, body).prompt == "[user:S\nHi]"
     assert plan(source, {"messages": [{"role": "system", "content": "S"}]}).prompt == ""
+    two = [{"role": "system", "content": "S"}, {"role": "system", "content": "T"}, USER]
+    with pytest.raises(ApiError, match="no system") as caught:
+        plan(source, {"messages": two})
+    assert caught.value.code == 400
 
 
 def test_content_parts_fit_the_template() -> None:

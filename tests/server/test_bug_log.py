@@ -246,6 +246,51 @@ def test_r46_grammars_on_every_route(http: httpx.Client) -> None:
     assert chat["choices"][0]["message"]["content"] == "yes"
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def wide(n: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(n)}}
+
+
+BRANCHES = {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 8} for i in range(40)}
+HOSTILE: dict[str, tuple[dict[str, Any], int]] = {
+    "deep": ({"json_schema": nested(200)}, 400),
+    "wide": ({"json_schema": wide(5000)}, 400),
+    "rather wide": ({"json_schema": wide(900)}, 200),
+    "branching references": ({"json_schema": {"$defs": {**BRANCHES, "d40": {}}, "$ref": "#/$defs/d0"}}, 200),
+    "a reference to itself": ({"json_schema": {"$ref": "#"}}, 400),
+    "long strings": ({"json_schema": {"type": "string", "minLength": 10**5, "maxLength": 10**9}}, 200),
+    "many items": ({"json_schema": {"type": "array", "items": wide(2), "minItems": 10**5}}, 200),
+    "a slow pattern": ({"json_schema": {"type": "string", "pattern": "^((((a+)+)+)+)+$"}}, 200),
+    "large": ({"json_schema": {"enum": [f"value {i} of many" for i in range(50_000)]}}, 400),
+    "groups": ({"grammar": "root ::= " + "(" * 5000 + '"a"' + ")" * 5000}, 400),
+    "doubling rules": (
+        {"grammar": "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(60)) + '\nr60 ::= "a"\nroot ::= r0'},
+        400,
+    ),
+    "repeats of repeats": ({"grammar": 'root ::= ("a"{1,1000}){1,100}'}, 200),
+    "left recursion": ({"grammar": 'root ::= root "a" | "a"'}, 200),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_harm_nobody(http: httpx.Client, name: str) -> None:
+    """Each is bounded or refused in the request that brings it; somebody else's request runs beside it."""
+    fields, code = HOSTILE[name]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(complete, http, n_predict=4)
+        answer = http.post("/completion", json={"prompt": "a", **GREEDY, **fields})
+        assert other.result()["tokens_predicted"] == 4
+    assert answer.status_code == code, answer.text[:300]
+    if code != 200:
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
 # ------------------------------------------------------------------------------------- G. connections and slots
 
 
@@ -260,6 +305,18 @@ def test_r57_lengths_around_borders(http: httpx.Client, border: int) -> None:
     for length in (border - 1, border, border + 1):
         tokens = [1, *(300 + i % 90 for i in range(length - 1))]
         assert complete(http, tokens, n_predict=1)["tokens_evaluated"] == length
+
+
+def test_r73_a_growing_conversation_keeps_its_prefix(http: httpx.Client) -> None:
+    """Eight turns with a short request of somebody else between them: only the new turn is evaluated."""
+    tokens, held = [1], 0
+    for turn in range(8):
+        tokens += [300 + (turn * 31 + i) % 150 for i in range(40)]
+        answer = complete(http, tokens, n_predict=4, return_tokens=True)
+        assert answer["timings"]["cache_n"] >= held - 32, turn
+        tokens += answer["tokens"]
+        held = len(tokens)
+        complete(http, [1, *(460 - i for i in range(20))], n_predict=2)
 
 
 def test_many_idle_connections_and_a_slow_reader(http: httpx.Client) -> None:
