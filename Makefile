@@ -7,6 +7,22 @@ PORT ?= 8080
 EXTRA := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo '[gpu]')
 NATIVE := $(wildcard ggml_cpu/* libllama/*) CMakeLists.txt pyproject.toml
 
+# $(call pip,WHAT TO INSTALL,its name in messages). pip's own words for a dead index are dozens of lines that end in "no
+# matching distribution": the last line here says what failed and what to do.
+define pip
+@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 2 $(1) 2>$(VENV)/pip.log || { \
+  if grep -qE 'connection broken by|Max retries exceeded|name resolution|ProxyError' $(VENV)/pip.log; then \
+    echo "make: $(2) could not be fetched: pip does not reach its package index. Check the network, the proxy (HTTPS_PROXY)"; \
+    echo "make: and the index ($(BIN)/pip config list; PIP_INDEX_URL sets another), then run make again: it goes on from here."; \
+  else \
+    tail -n 25 $(VENV)/pip.log; \
+    if grep -qE 'CMAKE_C(XX)?_COMPILER' $(VENV)/pip.log; then \
+      echo "make: a C++ compiler is missing: install one (Debian and Ubuntu: apt install build-essential), then run make again."; \
+    fi; \
+    echo "make: $(2) could not be installed; the reason is above."; \
+  fi; echo "make: all that pip said is in $(VENV)/pip.log."; exit 1; } >&2
+endef
+
 .PHONY: serve install test test-all lint clean
 
 serve: $(VENV)/.installed
@@ -20,21 +36,21 @@ install: $(VENV)/.installed
 $(VENV)/.tools:
 	$(PYTHON) -c 'import sys; sys.exit("ftgguf needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": use make PYTHON=...") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja
+	$(call pip,'scikit-build-core>=0.11' 'nanobind>=2.4' cmake ninja,the build tools)
 	@echo "Building llama-cpp-python (ggml's kernels for this processor): about five minutes on two cores, once."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'llama-cpp-python==0.3.36'
+	$(call pip,'llama-cpp-python==0.3.36',llama-cpp-python)
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.$(EXTRA)'
+	$(call pip,--no-build-isolation -e '.$(EXTRA)',ftgguf)
 	touch $@
 
 $(VENV)/.tests: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[test]'
+	$(call pip,--no-build-isolation -e '.[test]',what the tests need)
 	touch $@
 
 $(VENV)/.clients: $(VENV)/.tests
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[clients]'
+	$(call pip,--no-build-isolation -e '.[clients]',the clients of the tests)
 	touch $@
 
 lint: $(VENV)/.tests
