@@ -46,6 +46,7 @@ def make_adapter(
     for key, value in keys.items():
         writer.add_string(key, value)
     writer.add_float32("adapter.lora.alpha", alpha)
+    factor = alpha / rank if alpha else 1.0
     kind = GGMLQuantizationType[type_]
     found = 0
     for tensor in reader.tensors:
@@ -55,9 +56,9 @@ def make_adapter(
         shape = tuple(int(n) for n in reversed(tensor.shape))
         *experts, out, inputs = shape
         a = rng.standard_normal((*experts, rank, inputs), np.float32) * np.float32(inputs**-0.5)
-        b = rng.standard_normal((*experts, out, rank), np.float32) * np.float32(strength * rank**0.5 / max(alpha, 1e-9))
-        if tensor.name == "token_embd.weight":  # looked up, so that A is transposed and so is the roles' order
-            a, b = np.ascontiguousarray(b), np.ascontiguousarray(a)
+        b = rng.standard_normal((*experts, out, rank), np.float32) * np.float32(strength * rank**-0.5 / factor)
+        if tensor.name == "token_embd.weight":  # looked up, so that the parts change places and B is not transposed
+            a, b = b, np.ascontiguousarray(a.T)
         for suffix, values in ((".lora_a", a), (".lora_b", b)):
             writer.add_tensor(tensor.name + suffix, quants.quantize(values, kind), raw_dtype=kind)
     if not found:

@@ -79,7 +79,7 @@ def adapted(
                 raise OracleError(f"libllama does not take {file}: {last_errors()}")
             handles.append(handle)
         n = len(handles)
-        pointers = (ctypes.c_void_p * n)(*handles)
+        pointers = (llama_cpp.llama_adapter_lora_p_ctypes * n)(*handles)
         scales = (ctypes.c_float * n)(*[scale for _, scale in adapters])
         if llama_cpp.llama_set_adapters_lora(oracle.context, pointers, n, scales) != 0:
             raise OracleError(f"libllama does not apply the adapters: {last_errors()}")
