@@ -20,6 +20,10 @@ from ftgguf.bench.servers import Server, ours_command, xllamacpp_command
 from ftgguf.bench.stepper import parse_isa
 from ftgguf.flags.table import by_spelling
 
+PLACING = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot")
+SWEPT = (*PLACING, "-ub", "--ubatch-size", "-b", "--batch-size", "-fa", "--flash-attn")
+"""Flags that the sweep of the peer's placement sets itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Running:
@@ -64,13 +68,30 @@ def peer_flags(flags: list[str]) -> list[str]:
     return kept
 
 
+def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
+    """`flags` without those of `names` and their values."""
+    kept: list[str] = []
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        row, _ = by_spelling()[flag.replace("_", "-") if flag.startswith("--") else flag]
+        values = [rest.pop(0)] if row.takes_value and rest else []
+        if flag not in names:
+            kept += [flag, *values]
+    return kept
+
+
 def make_contenders(
-    options: Options, flags: list[str], peer: Peer | None, placement: list[str] | None = None, n_ctx: int = 0
+    options: Options,
+    flags: list[str],
+    peer: Peer | None,
+    placements: dict[str, list[str]] | None = None,
+    n_ctx: int = 0,
 ) -> list[Contender]:
     """Ours, and the peer in each variant that may be its best here.
 
-    With `placement` (the sweep's choice on a machine with a GPU) there is one. Without, llama.cpp's two weight layouts
-    are both tried: neither wins everywhere. `flags` are llama-server's; our own among them go to our side alone.
+    `placements` are the sweep's on a machine with a GPU, by what they are best at. Without, llama.cpp's two weight
+    layouts are both tried: neither wins everywhere. `flags` are llama-server's; our own among them are ours alone.
     `n_ctx`: the context to ask of a peer that takes one by request (Ollama).
     """
     ours = Contestant("ftgguf", ours=True, isa=own_isa())
@@ -78,11 +99,12 @@ def make_contenders(
     if peer is None:
         return sides
     if peer.kind in ("llama-server", "xllamacpp"):
-        shared = [*peer_flags(flags), *shlex.split(options.peer_args)]
-        variants = [("", placement)] if placement else [("", []), (" plain", ["--no-repack"])]
-        for name, more in variants:
-            command = peer_command(peer, [*shared, *more])
-            side = Contestant(peer.kind + name, ours=False, layout="plain" if name else "its default")
+        shared = without(peer_flags(flags), SWEPT) if placements else peer_flags(flags)
+        variants = placements or {"": [], " plain": ["--no-repack"]}
+        for name, more in variants.items():
+            command = peer_command(peer, [*shared, *more, *shlex.split(options.peer_args)])
+            layout = "" if placements else "plain" if name else "its default"
+            side = Contestant(peer.kind + name, ours=False, layout=layout)
             sides.append(Contender(side, _local(side, command, options)))
         return sides
     side = Contestant("ollama" if peer.kind == "ollama" else peer.where.split("://")[-1], ours=False)

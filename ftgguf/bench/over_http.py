@@ -16,7 +16,7 @@ from ftgguf.bench.in_process import GREEDY_TOKENS, say
 from ftgguf.bench.options import HTTP_PROMPTS, Options
 from ftgguf.bench.outputs import Greedy, compare, compare_texts, compare_tokens
 from ftgguf.bench.peers import Peer
-from ftgguf.bench.placement import best_placement, check_budget
+from ftgguf.bench.placement import best_placements, check_budget
 from ftgguf.bench.prompts import TEXTS
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, missing_isa
 from ftgguf.bench.servers import ServerError
@@ -61,8 +61,8 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
         "clock": "the client's",
     }
     text_only = peer.kind == "ollama" or (remote is not None and not remote.native)
-    placement = best_placement(report, options, flags, peer, n_layers) if peer.kind == "llama-server" else None
-    sides = make_contenders(options, flags, peer, placement, plan.cells)
+    placements = best_placements(report, options, flags, peer, n_layers) if peer.kind == "llama-server" else {}
+    sides = make_contenders(options, flags, peer, placements, plan.cells)
     HttpDuel(report, options, sides, Source(n_vocab), text_only, salt).run(plan)
     check_budget(report, config.placement.vram_budget)
 

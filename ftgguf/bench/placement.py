@@ -6,81 +6,96 @@ import shlex
 import tempfile
 from pathlib import Path
 
-import psutil
-
 from ftgguf.bench import host
 from ftgguf.bench.child import peer_environment
 from ftgguf.bench.client import RequestFailed, identify
-from ftgguf.bench.contenders import peer_command, peer_flags
+from ftgguf.bench.contenders import PLACING, SWEPT, peer_command, peer_flags, without
 from ftgguf.bench.in_process import say
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import Peer
-from ftgguf.bench.report import NOT_COMPARABLE, Report
+from ftgguf.bench.report import NOT_COMPARABLE, PEER_FAILED, Report
 from ftgguf.bench.servers import Server, ServerError
-from ftgguf.bench.sweep import GEN, PROMPT, BudgetError, Trial, sweep
+from ftgguf.bench.sweep import GEN, PROMPT, UBATCHES, BudgetError, Found, Sweep, Trial
 from ftgguf.flags import parse_server
 
 TOLERANCE = 1.02
 """A side may exceed the budget by this factor before the comparison is called unfair: drivers round up."""
 
 
-def best_placement(report: Report, options: Options, flags: list[str], peer: Peer, n_layers: int) -> list[str] | None:
-    """llama-server's best flags for `--vram-budget` (all of the GPU without it), found by trying; None without a GPU or
-    where `--peer-args` places already. What was tried goes into the report's notes."""
+def best_placements(
+    report: Report, options: Options, flags: list[str], peer: Peer, n_layers: int
+) -> dict[str, list[str]]:
+    """llama-server's best flags for `--vram-budget` (all of the GPU without it), found by trying: by what they are best
+    at, one entry where one setting is. Empty without a GPU or where `--peer-args` places already. What was tried goes
+    into the report's notes."""
     if not host.gpu_names():
-        return None
-    if any(flag in shlex.split(options.peer_args) for flag in ("-ngl", "--n-gpu-layers", "--n-cpu-moe", "-ncmoe")):
+        return {}
+    if any(flag in shlex.split(options.peer_args) for flag in PLACING):
         report.notes.append("the peer's placement is that of --peer-args, not swept")
-        return None
-    budget = (parse_server(flags, {}).placement.vram_budget or 1 << 30) << 20
-    shared = _without(
-        peer_flags(flags), ("-ngl", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-ub", "--ubatch-size", "-fa")
-    )
+        return {}
+    config = parse_server(flags, {})
+    budget = (config.placement.vram_budget or 1 << 30) << 20
+    prompt = min(PROMPT, config.context.size - GEN - 64)
+    shared = without(peer_flags(flags), SWEPT)
 
-    def measure(n_cpu_moe: int, ubatch: int) -> Trial:
+    def measure(n_cpu_moe: int, ubatch: int, speeds: bool) -> Trial:
         trial = Trial(n_cpu_moe, ubatch)
-        say(f"sweep: {' '.join(trial.flags)}")
-        return _measured(trial, peer_command(peer, [*shared, *trial.flags]), options.timeout)
+        say(f"sweep: {' '.join(trial.flags)}{' (speeds)' if speeds else ''}")
+        command = peer_command(peer, [*shared, *trial.flags, *shlex.split(options.peer_args)])
+        return measured(trial, command, options.timeout, prompt if speeds else 0)
 
     try:
-        best, tried = sweep(measure, n_layers, budget)
+        found = Sweep(measure, n_layers, budget).run(UBATCHES)
     except BudgetError as error:
-        report.trouble(NOT_COMPARABLE, str(error))
-        return None
-    report.notes.append(f"the peer's placement was swept over {len(tried)} settings; kept: {' '.join(best.flags)}")
-    report.notes += [f"sweep: {trial.describe()}" for trial in tried]
-    return best.flags
+        report.notes += [f"sweep: {trial.describe()}" for trial in error.tried]
+        report.trouble(PEER_FAILED if error.failed else NOT_COMPARABLE, str(error))
+        return {}
+    report.notes += [f"sweep: {trial.describe()}" for trial in found.tried]
+    return kept(report, found)
 
 
-def _measured(trial: Trial, command: list[str], timeout: float) -> Trial:
-    """The trial's memory and speeds: one prompt of PROMPT tokens, then GEN tokens, after a warm-up."""
+def kept(report: Report, found: Found) -> dict[str, list[str]]:
+    """The settings worth a side of their own: the best for the whole job, and what reads or writes clearly faster."""
+    sides = {"": found.best.flags}
+    if found.reading.pp > 1.05 * found.best.pp:
+        sides[" for prompts"] = found.reading.flags
+    if found.writing.tg > 1.05 * found.best.tg:
+        sides[" for writing"] = found.writing.flags
+    said = "; ".join(f"best{name or ' in all'}: {' '.join(flags)}" for name, flags in sides.items())
+    report.notes.append(f"the peer's placement was swept over {len(found.tried)} settings; {said}")
+    return sides
+
+
+def measured(trial: Trial, command: list[str], timeout: float, prompt: int) -> Trial:
+    """The trial with its memory, and with its speeds if `prompt` > 0: that many tokens read, then GEN written, after a
+    warm-up. A server that dies, hangs or cannot be measured is a trial with an error."""
     n, moe = trial.ubatch, trial.n_cpu_moe
     with tempfile.TemporaryDirectory(prefix="ftgguf-sweep-") as folder:
         server = Server(command, Path(folder) / "log.txt", timeout, peer_environment())
         try:
-            with server:
+            with server, server.blamed():
                 target = identify(server.url, "", timeout)
                 target.complete(list(range(16)), 4)
-                read = target.complete([i % 500 for i in range(PROMPT)], 1)
-                write = target.complete(list(range(16)), GEN)
+                pp = tg = 0.0
+                if prompt:
+                    pp = prompt / target.complete([i % 500 for i in range(prompt)], 1).ttft
+                    tg = target.complete(list(range(16)), GEN).decode_rate
                 assert server.memory is not None
                 server.memory.look()
-                return Trial(moe, n, server.memory.vram_peak, PROMPT / read.ttft, write.decode_rate)
-        except (ServerError, RequestFailed, psutil.Error) as error:
-            return Trial(moe, n, error=str(error))
+                vram = server.memory.vram_peak
+                if not vram:
+                    return Trial(moe, n, error="nvidia-smi shows no memory of it: its VRAM cannot be measured")
+                return Trial(moe, n, vram, pp, tg)
+        except (ServerError, RequestFailed) as error:
+            return Trial(moe, n, error=_why(str(error), server))
 
 
-def _without(flags: list[str], names: tuple[str, ...]) -> list[str]:
-    """`flags` without those of `names` and their values."""
-    kept, skip = [], False
-    for flag in flags:
-        if skip:
-            skip = False
-        elif flag in names:
-            skip = True
-        else:
-            kept.append(flag)
-    return kept
+def _why(error: str, server: Server) -> str:
+    """The error; out of memory by its name, since the log's last lines may not say it."""
+    text = server.text().lower()
+    if "out of memory" in text or "failed to allocate" in text or "cudamalloc failed" in text:
+        return f"out of memory: {error}"
+    return error
 
 
 def check_budget(report: Report, budget: int | None) -> None:

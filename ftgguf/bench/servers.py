@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,7 @@ import httpx
 import psutil
 
 from ftgguf.bench.child import exit_reason
+from ftgguf.bench.client import RequestFailed
 
 POLL_S = 0.25
 """Between two looks at a server's memory."""
@@ -56,6 +58,7 @@ class Server:
 
     def __enter__(self) -> Self:
         started = time.perf_counter()
+        before = device_memory_used()
         with self.log.open("wb") as sink:
             self._process = subprocess.Popen(
                 self.command,
@@ -71,7 +74,7 @@ class Server:
             self.stop()
             raise
         self.load_seconds = time.perf_counter() - started
-        self.memory = MemoryWatch(self._process.pid)
+        self.memory = MemoryWatch(self._process.pid, before)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -93,6 +96,18 @@ class Server:
         code = self._process.poll()
         if code is not None:
             raise ServerError(f"the server {exit_reason(code)}: {self.tail()}")
+
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Turns the failure of a request into how the process ended, if that is why."""
+        try:
+            yield
+        except RequestFailed:
+            assert self._process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(2)
+            self.check()
+            raise
 
     def tail(self, keep: int = 6) -> str:
         """The last lines of its output."""
@@ -121,13 +136,34 @@ class Server:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
 
-class MemoryWatch:
-    """Resident set of a process and its descendants, sampled; GPU memory of the same, asked of nvidia-smi. Bytes."""
+def _smi(what: str) -> str:
+    """nvidia-smi's answer to a query, a line for each; empty without it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    try:
+        asked = [tool, what, "--format=csv,noheader,nounits"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
-    def __init__(self, pid: int) -> None:
+
+def device_memory_used() -> int:
+    """Bytes in use on all GPUs, by anybody; 0 without one."""
+    return sum(int(mib) << 20 for mib in re.findall(r"^(\d+)$", _smi("--query-gpu=memory.used"), re.MULTILINE))
+
+
+class MemoryWatch:
+    """Resident set of a process and its descendants, sampled; GPU memory of the same, asked of nvidia-smi. Bytes.
+
+    In a container nvidia-smi may not know the processes: then what the devices hold beyond `used_before` counts.
+    """
+
+    def __init__(self, pid: int, used_before: int = 0) -> None:
         self._pid = pid
+        self._used_before = used_before
         self.steady = self.peak = self.vram_peak = 0
-        self._smi = shutil.which("nvidia-smi")
+        self._gpu = shutil.which("nvidia-smi") is not None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -153,18 +189,13 @@ class MemoryWatch:
                 now += process.memory_info().rss
         if now:
             self.steady, self.peak = now, max(self.peak, now)
-        if gpu and self._smi:
+        if gpu and self._gpu:
             self.vram_peak = max(self.vram_peak, self._vram({p.pid for p in family}))
 
     def _vram(self, pids: set[int]) -> int:
-        assert self._smi is not None
-        asked = [self._smi, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-        try:
-            done = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return 0
-        found = re.findall(r"^(\d+), *(\d+)", done.stdout, re.MULTILINE)
-        return sum(int(mib) << 20 for pid, mib in found if int(pid) in pids)
+        found = re.findall(r"^(\d+), *(\d+)", _smi("--query-compute-apps=pid,used_memory"), re.MULTILINE)
+        own = sum(int(mib) << 20 for pid, mib in found if int(pid) in pids)
+        return own or max(0, device_memory_used() - self._used_before)
 
     def stop(self) -> None:
         """A last sample, then no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -191,8 +192,10 @@ class LibllamaStepper:
 
 
 def parse_isa(system_info: str) -> tuple[str, ...]:
-    """Instruction sets of llama.cpp's `CPU : SSE3 = 1 | AVX2 = 1 | ...` line, in lower case, those that are on."""
+    """Instruction sets of llama.cpp's `CPU : SSE3 = 1 | AVX2 = 1 | ...` line, in lower case, those that are on. Other
+    backends' options, in the same line, are none."""
     names = []
+    system_info = re.split(r"\bCPU\s*:", system_info)[-1]
     for part in system_info.replace(":", "|").split("|"):
         name, equals, value = part.partition("=")
         if equals and value.strip().split(" ")[0] == "1":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -23,6 +24,15 @@ class Script:
     delay: float = 0.0
     """Seconds before each token."""
     native: bool = True
+    read_delay: float = 0.0
+    """Seconds before the first token of a prompt that is longer than 100 tokens."""
+    dies_at: int = 0
+    """The process ends when a prompt of so many tokens comes."""
+    strict: bool = False
+    """Fields that OpenAI does not have are refused, as OpenAI does."""
+    props: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, int] = field(default_factory=dict)
+    modelfile: str = ""
     fail_after: int = -1
     """Break the stream off after so many tokens."""
     status: int = 200
@@ -32,7 +42,7 @@ class Script:
 
 
 @contextmanager
-def stub(script: Script) -> Iterator[str]:
+def stub(script: Script, port: int = 0) -> Iterator[str]:
     """The stub's base URL while it runs."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,9 +55,9 @@ def stub(script: Script) -> Iterator[str]:
             if self.path == "/props" and not script.native:
                 self._json({"error": "no"}, 404)
             elif self.path == "/v1/models":
-                self._json({"data": [{"id": "stub"}]})
+                self._json({"data": [{"id": "stub", "meta": script.meta}]})
             else:
-                self._json({"status": "ok", "build_info": "b1-stub", "version": "0.9"})
+                self._json({"status": "ok", "build_info": "b1-stub", "version": "0.9"} | script.props)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -56,6 +66,10 @@ def stub(script: Script) -> Iterator[str]:
                 time.sleep(1)
             if script.status != 200:
                 return self._json({"error": {"message": "stub says no"}}, script.status)
+            if script.strict and "ignore_eos" in body:
+                return self._json({"error": {"message": "Unrecognized request argument supplied: ignore_eos"}}, 400)
+            if self.path == "/api/show":
+                return self._json({"modelfile": script.modelfile})
             if self.path == "/tokenize":
                 return self._json({"tokens": script.tokenize(body["content"])})
             if self.path == "/apply-template":
@@ -83,6 +97,9 @@ def stub(script: Script) -> Iterator[str]:
             self.end_headers()
             prompt = body.get("prompt") or json.dumps(body.get("messages"))
             n_prompt = len(prompt) if isinstance(prompt, list) else len(prompt.split())
+            if script.dies_at and n_prompt >= script.dies_at:
+                os._exit(9)
+            time.sleep(script.read_delay if n_prompt > 100 else 0)
             options = body.get("options", {})
             n = body.get("n_predict") or body.get("max_tokens") or options.get("num_predict", 4)
             for i in range(n):
@@ -119,7 +136,7 @@ def stub(script: Script) -> Iterator[str]:
             usage = {"completion_tokens": n, "prompt_tokens": n_prompt, "prompt_tokens_details": {"cached_tokens": 2}}
             return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

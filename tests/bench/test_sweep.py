@@ -1,22 +1,37 @@
-"""The placement sweep on a model of a GPU whose answers are known in closed form."""
+"""The placement sweep: on a model of a GPU whose answers are known in closed form, and on a fake llama-server and
+nvidia-smi as processes, with a peer that runs out of memory, hangs, dies, or cannot be measured."""
 
 from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftgguf.bench.placement import _without, check_budget
-from ftgguf.bench.report import NOT_COMPARABLE, OK, Contestant, Report
-from ftgguf.bench.sweep import UBATCHES, BudgetError, Trial, sweep
+from ftgguf.bench import host, placement
+from ftgguf.bench.contenders import make_contenders, without
+from ftgguf.bench.options import parse
+from ftgguf.bench.peers import Peer
+from ftgguf.bench.placement import best_placements, check_budget, kept
+from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report
+from ftgguf.bench.servers import Server
+from ftgguf.bench.stepper import parse_isa
+from ftgguf.bench.sweep import UBATCHES, BudgetError, Found, Sweep, Trial
+
+from .fake_llama_server import LAYERS, memory
 
 MIB = 1 << 20
 
 
-def gpu(n: int, ubatch: int) -> Trial:
+def gpu(n: int, ubatch: int, speeds: bool = True) -> Trial:
     """48 layers of 300 MiB of experts, 1500 MiB besides, 0.5 MiB a row of the batch; fewer on the CPU is faster."""
-    vram = 1500 + 300 * (48 - n) + ubatch // 2
-    return Trial(n, ubatch, vram * MIB, pp=400.0 * ubatch**0.5 / (1 + n / 12), tg=100.0 / (1 + n / 12))
+    vram = (1500 + 300 * (48 - n) + ubatch // 2) * MIB
+    if not speeds:
+        return Trial(n, ubatch, vram)
+    return Trial(n, ubatch, vram, pp=400.0 * ubatch**0.5 / (1 + n / 12), tg=100.0 / (1 + n / 12))
 
 
 def all_settings(budget: int) -> list[Trial]:
@@ -25,34 +40,61 @@ def all_settings(budget: int) -> list[Trial]:
 
 @given(st.integers(1757, 20000))
 def test_it_finds_the_best_of_all_settings(mib: int) -> None:
-    """Against trying every one of the 147; with a fraction of the trials."""
-    best, tried = sweep(gpu, 48, mib * MIB)
-    assert best.seconds == min(t.seconds for t in all_settings(mib * MIB))
-    assert best.fits(mib * MIB)
-    assert len(tried) <= 3 * 8
+    """Against trying every one of the 147; with a fraction of the trials, since memory falls evenly with N."""
+    found = Sweep(gpu, 48, mib * MIB).run()
+    assert found.best.seconds == min(t.seconds for t in all_settings(mib * MIB))
+    assert found.reading.pp == max(t.pp for t in all_settings(mib * MIB))
+    assert found.writing.tg == max(t.tg for t in all_settings(mib * MIB))
+    assert all(t.fits(mib * MIB) for t in (found.best, found.reading, found.writing))
+    assert len(found.tried) <= 3 * 6
 
 
 def test_a_budget_that_cannot_be_met_says_what_is_needed() -> None:
     with pytest.raises(BudgetError, match="does not fit 1000 MiB of VRAM: it takes 1756 MiB at least"):
-        sweep(gpu, 48, 1000 * MIB)
-    with pytest.raises(BudgetError, match="no CUDA"):
-        sweep(lambda n, u: Trial(n, u, error="no CUDA"), 48, 1000 * MIB)
+        Sweep(gpu, 48, 1000 * MIB).run()
+    with pytest.raises(BudgetError, match="runs with none of the settings that would fit: no CUDA"):
+        Sweep(lambda n, u, s: Trial(n, u, error="no CUDA"), 48, 1000 * MIB).run()
 
 
 def test_settings_that_crash_are_passed_over() -> None:
-    """Out of memory at load is an error and not a number."""
+    """Out of memory at load is an error and not a number, so that halving takes the place of reckoning."""
 
-    def crashing(n: int, ubatch: int) -> Trial:
-        trial = gpu(n, ubatch)
+    def crashing(n: int, ubatch: int, speeds: bool) -> Trial:
+        trial = gpu(n, ubatch, speeds)
         return trial if trial.vram <= 8000 * MIB else Trial(n, ubatch, error="out of memory")
 
-    best, tried = sweep(crashing, 48, 10**12)
-    assert best.seconds == min(t.seconds for t in all_settings(8000 * MIB))
-    assert any(t.error for t in tried)
+    found = Sweep(crashing, 48, 10**12).run()
+    assert found.best.seconds == min(t.seconds for t in all_settings(8000 * MIB))
+    assert any(t.error for t in found.tried)
+
+
+def test_work_that_takes_more_memory_than_loading_moves_one_layer_on() -> None:
+    def growing(n: int, ubatch: int, speeds: bool) -> Trial:
+        trial = gpu(n, ubatch, speeds)
+        return Trial(n, ubatch, trial.vram + 200 * MIB * speeds, trial.pp, trial.tg)
+
+    found = Sweep(growing, 48, 8000 * MIB).run([512])
+    assert found.best.vram <= 8000 * MIB
+    assert gpu(found.best.n_cpu_moe - 1, 512).vram + 200 * MIB > 8000 * MIB
+
+
+def test_a_larger_batch_is_not_cut_by_llama_cpps_logical_one() -> None:
+    flags = Trial(3, 8192).flags
+    assert flags[flags.index("-b") + 1] == "8192"
+    assert Trial(3, 512).flags[5] == "2048"
+
+
+def test_settings_that_only_read_or_write_better_get_a_side_of_their_own() -> None:
+    best, prompts, same = Trial(5, 2048, 1, 1000, 50), Trial(9, 8192, 1, 3000, 30), Trial(4, 512, 1, 300, 51)
+    report = Report("t", "t")
+    assert list(kept(report, Found(best, prompts, same, []))) == ["", " for prompts"]
+    assert "--n-cpu-moe 9" in report.notes[0]
 
 
 def test_placement_flags_of_ours_do_not_reach_the_sweep() -> None:
-    assert _without(["-m", "f", "-ngl", "20", "-t", "2", "-ub", "512"], ("-ngl", "-ub")) == ["-m", "f", "-t", "2"]
+    assert without(["-m", "f", "-ngl", "20", "-cmoe", "-t", "2", "-ub", "512"], ("-ngl", "-ub", "-cmoe")) == [
+        *("-m", "f", "-t", "2"),
+    ]
 
 
 def test_more_vram_than_the_budget_is_unfair() -> None:
@@ -62,3 +104,107 @@ def test_more_vram_than_the_budget_is_unfair() -> None:
     check_budget(report, 7000)
     assert report.status == NOT_COMPARABLE
     check_budget(report, None)
+
+
+# -------------------------------------------------------------------------------------------- a server as a process
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    """A machine with a GPU and a llama-server, both pretended."""
+    (tmp_path / "smi").mkdir()
+    script = Path(__file__).with_name("fake_llama_server.py")
+    for name, what in (("llama-server", "serve"), ("nvidia-smi", "smi")):
+        file = tmp_path / name
+        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" {what} "$@"\n')
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("FAKE_SMI", str(tmp_path / "smi"))
+    monkeypatch.setattr(placement, "PROMPT", 1024)
+    monkeypatch.setattr(placement, "GEN", 16)
+    return Peer("llama-server", str(tmp_path / "llama-server"))
+
+
+def swept(peer: Peer, budget: int = 0, timeout: str = "20") -> tuple[Report, dict[str, list[str]]]:
+    """`budget` in MiB, 0: none is given."""
+    options = parse(["--against", "llama.cpp", "--timeout", timeout])
+    report = Report("t", "t")
+    flags = ["-m", "f.gguf", "-c", "4096", "-t", "1", "-ngl", "5"]
+    flags += ["--vram-budget", str(budget)] if budget else []
+    return report, best_placements(report, options, flags, peer, LAYERS)
+
+
+def test_the_sweep_of_a_running_server(fake: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is read from nvidia-smi by process; the best settings are those of the script's own formula, and reach the
+    sides of the comparison."""
+    monkeypatch.setattr("ftgguf.bench.placement.UBATCHES", (512, 2048))
+    assert host.gpu_names() == "NVIDIA Fake 8000"
+    report, sides = swept(fake, 3000)
+    moe = sides[""][sides[""].index("--n-cpu-moe") + 1]
+    ubatch = sides[""][sides[""].index("-ub") + 1]
+    assert memory(int(moe), int(ubatch)) <= 3000 < memory(int(moe) - 1, int(ubatch))
+    assert report.status == OK
+    assert any(n.startswith("sweep: ") and "MiB, pp" in n for n in report.notes)
+    options = parse(["--against", "llama.cpp", "--peer-args", "--no-mmap"])
+    peers = make_contenders(options, ["-m", "f", "-ngl", "5", "-ub", "99"], fake, sides)[1:]
+    command = peers[0].contestant.command
+    assert f"--n-cpu-moe {moe} -b 2048 -ub {ubatch} -fa on --no-mmap" in command
+    assert "99 --n" in command
+    assert "-ub 99" not in command
+
+
+def test_a_peer_that_runs_out_of_memory_is_passed_over_and_named(fake: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the GPU is asked for, but it dies above 2500 MiB."""
+    monkeypatch.setenv("FAKE_OOM_MIB", "2500")
+    monkeypatch.setattr("ftgguf.bench.placement.UBATCHES", (512,))
+    report, sides = swept(fake)
+    moe = int(sides[""][sides[""].index("--n-cpu-moe") + 1])
+    assert memory(moe, 512) <= 2500 < memory(moe - 1, 512)
+    assert any("out of memory: the server ended with status 1" in n for n in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "words", "status"),
+    [
+        ({"FAKE_OOM_MIB": "10"}, "out of memory", PEER_FAILED),
+        ({"FAKE_HANG": "1"}, "no answer at /health within 2 s", PEER_FAILED),
+        ({"FAKE_DIE": "1"}, "the server ended with status 9", PEER_FAILED),
+    ],
+)
+def test_a_peer_that_cannot_run_is_a_trouble_that_says_so(
+    fake: Peer, monkeypatch: pytest.MonkeyPatch, trouble: dict[str, str], words: str, status: int
+) -> None:
+    for name, text in trouble.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr("ftgguf.bench.placement.UBATCHES", (512,))
+    report, sides = swept(fake, 8000, timeout="2")
+    assert sides == {}
+    assert report.status == status
+    assert words in report.troubles[0].text
+    assert any(n.startswith("sweep: ") for n in report.notes)
+
+
+def test_memory_of_processes_that_nvidia_smi_does_not_know(
+    fake: Peer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a container: what the device holds beyond the 100 MiB that were there before."""
+    monkeypatch.setenv("FAKE_NO_PIDS", "1")
+    with Server([fake.where, "--n-cpu-moe", "3"], tmp_path / "log", 20) as server:
+        assert server.memory is not None
+        server.memory.look()
+        assert server.memory.vram_peak == memory(3, 512) * MIB
+
+
+def test_no_gpu_and_placement_by_hand_are_not_swept(fake: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = Report("t", "t")
+    options = parse(["--against", "llama.cpp", "--peer-args", "--n-cpu-moe 3"])
+    assert best_placements(report, options, ["-m", "f"], fake, LAYERS) == {}
+    assert "not swept" in report.notes[0]
+    monkeypatch.setattr(host, "gpu_names", lambda: "")
+    assert swept(fake, 100) == (Report("t", "t"), {})
+
+
+def test_instruction_sets_are_those_of_the_cpu() -> None:
+    """A CUDA build prints its own options in the same line."""
+    line = "n_threads = 1 | CUDA : ARCHS = 900 | USE_GRAPHS = 1 | CPU : AVX2 = 1 | AVX512 = 1 | REPACK = 1 |"
+    assert parse_isa(line) == ("avx2", "avx512")
