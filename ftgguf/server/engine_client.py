@@ -17,7 +17,6 @@ import contextlib
 import logging
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -26,15 +25,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
-
 from ftgguf.engine import messages as m
 from ftgguf.server.errors import ApiError, server_error, unavailable
+from ftgguf.server.frames import FrameLink
 
 log = logging.getLogger("ftgguf.server")
 
-FRAME = struct.Struct("<I")
-MAX_FRAME = 1 << 30
 ENGINE_COMMAND = (sys.executable, "-m", "ftgguf.engine")
 EXIT_GRACE_S = 10.0
 """How long a dead or closing engine may take to leave before it is killed."""
@@ -127,6 +123,7 @@ class EngineClient:
         self.failure = ""
         self.restarts = 0
         self._refusing = False
+        self.exit_grace_s = EXIT_GRACE_S
         self.last_used = time.monotonic()
         self._carried: dict[str, float] = {}
         """Counters of the engines that were put to sleep."""
@@ -134,7 +131,7 @@ class EngineClient:
         self._ids = 0
         self._streams: dict[int, RequestStream] = {}
         self._controls: dict[int, asyncio.Future[m.Reply]] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._link: FrameLink | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -171,8 +168,8 @@ class EngineClient:
             log.info("idle for %g s: the model is unloaded until the next request", seconds)
             self._wake.clear()
             self._set_state("sleeping")
-            if self._writer is not None:
-                self._writer.close()
+            if self._link is not None:
+                self._link.close()
 
     async def awake(self) -> None:
         """Start the engine again if it sleeps and wait until it is ready; raises `ApiError` if it cannot start."""
@@ -192,14 +189,14 @@ class EngineClient:
             return dict(self._carried)
         return merge_counters(self._carried, await self.control("metrics", reset=True))
 
-    def refuse(self) -> None:
-        """The server is about to stop: running requests end in an error now, and new ones are refused."""
+    def refuse(self, reason: str = STOPPING) -> None:
+        """The engine is about to be stopped: running requests end in an error now, and new ones are refused."""
         self._refusing = True
         running = set(self._streams)
         streams = dict(self._streams)
         self.release(running)
         for id, stream in streams.items():
-            error = unavailable(STOPPING)
+            error = unavailable(reason)
             stream.push(m.Failed(id=id, code=error.code, type=error.type, message=error.message))
 
     async def stop(self) -> None:
@@ -215,9 +212,10 @@ class EngineClient:
     async def _supervise(self) -> None:
         failed_starts = 0
         while self.state != "stopped":
-            reader = await self._spawn()
+            link = await self._spawn()
             started = time.monotonic()
-            reason = await self._read(reader)
+            await link.closed
+            reason = self.failure or "the engine process ended unexpectedly; it is being restarted"
             if self.state == "sleeping":
                 await self._end_process()
                 await self._wake.wait()
@@ -243,45 +241,31 @@ class EngineClient:
             self.failure = ""
             await asyncio.sleep(min(5.0, 0.1 * 4**failed_starts) if failed_starts else 0)
 
-    async def _spawn(self) -> asyncio.StreamReader:
+    async def _spawn(self) -> FrameLink:
         ours, theirs = socket.socketpair()
         try:
             self._process = subprocess.Popen([*self.command, "--fd", str(theirs.fileno())], pass_fds=[theirs.fileno()])
         finally:
             theirs.close()
         self.loading = m.Loading(stage="starting", fraction=0.0)
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        link = self._link = await FrameLink.open(ours, lambda payload: self._dispatch(m.decode_to_front(payload)))
         self._send_frame(self.config)
-        return reader
+        return link
 
     async def _end_process(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         process = self._process
         if process is None:
             return
-        deadline = time.monotonic() + EXIT_GRACE_S
+        deadline = time.monotonic() + self.exit_grace_s
         while process.poll() is None:
             if time.monotonic() > deadline:
                 log.error("engine process %d does not leave: killing it", process.pid)
                 process.kill()
                 deadline = float("inf")
             await asyncio.sleep(0.02)
-
-    async def _read(self, reader: asyncio.StreamReader) -> str:
-        """Dispatch messages until the socket closes; returns what to tell the requests that were running."""
-        try:
-            while True:
-                (length,) = FRAME.unpack(await reader.readexactly(FRAME.size))
-                if length > MAX_FRAME:
-                    raise msgspec.DecodeError(f"frame of {length} bytes")
-                self._dispatch(m.decode_to_front(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        except msgspec.DecodeError as error:
-            log.error("engine sent a malformed message: %s", error)
-        return self.failure or "the engine process ended unexpectedly; it is being restarted"
 
     # -------------------------------------------------------------------------------------------- messages
 
@@ -324,9 +308,9 @@ class EngineClient:
         return self.loading
 
     def _send_frame(self, payload: bytes) -> None:
-        if self._writer is None:
+        if self._link is None:
             raise unavailable("Loading model")
-        self._writer.write(FRAME.pack(len(payload)) + payload)
+        self._link.send(payload)
 
     def _fail_all(self, reason: str) -> None:
         streams, self._streams = self._streams, {}
@@ -366,7 +350,7 @@ class EngineClient:
     def release(self, ids: set[int]) -> None:
         """Cancel the sequences `ids` that have not ended."""
         for id in ids:
-            if self._streams.pop(id, None) is not None and self._writer is not None and self.state == "ready":
+            if self._streams.pop(id, None) is not None and self._link is not None and self.state == "ready":
                 self._send_frame(m.encode(m.Cancel(id=id)))
 
     async def control(self, action: str, **arguments: Any) -> Any:

@@ -26,6 +26,8 @@ from ftgguf.server.ollama_wire import plain_name
 
 log = logging.getLogger("ftgguf.server")
 
+STOP_TIMEOUT_S = 10.0
+"""llama-server's `stop-timeout` where no preset gives one."""
 RELOAD_S = 1.0
 """A name that is not known has the disk looked at again, this often at most."""
 _SHARD = re.compile(r"-(\d{5})-of-\d{5}$")
@@ -48,6 +50,8 @@ class Source:
     preset: str = ""
     """Its section, as text."""
     load_on_startup: bool = False
+    stop_timeout: float = STOP_TIMEOUT_S
+    """Seconds after which requests that still run, and then the engine's process, are ended when it is unloaded."""
 
 
 class Catalog:
@@ -98,10 +102,10 @@ class Catalog:
 
     def _apply_presets(self, found: dict[str, Source]) -> None:
         sections = read_ini(Path(self._config.model.models_preset))
-        common = tuple(section_args({**sections.pop(DEFAULT, {}), **sections.pop("*", {})}))
-        if common:
-            for name, source in found.items():
-                found[name] = replace(source, args=(*common, *source.args))
+        shared = {**sections.pop(DEFAULT, {}), **sections.pop("*", {})}
+        common, timeout = tuple(section_args(shared)), _seconds(shared, STOP_TIMEOUT_S)
+        for name, source in found.items():
+            found[name] = replace(source, args=(*common, *source.args), stop_timeout=timeout)
         for name, section in sections.items():
             args = section_args(section)
             known = found.get(name)
@@ -116,6 +120,7 @@ class Catalog:
                 _listed(section.get("tags", "")),
                 "".join(f"{key} = {value}\n" for key, value in section.items()),
                 section.get("load-on-startup", "").lower() in ("1", "true", "on", "yes", "enabled"),
+                _seconds(section, timeout),
             )
 
     @staticmethod
@@ -167,6 +172,16 @@ def _is_first(path: Path) -> bool:
     """Whether a file is a model's first (or only) one."""
     shard = _SHARD.search(path.stem)
     return "mmproj" not in path.name and (shard is None or int(shard[1]) == 1)
+
+
+def _seconds(section: Mapping[str, str], default: float) -> float:
+    """A section's `stop-timeout`. Raises FlagError."""
+    text = section.get("stop-timeout", "")
+    if not text:
+        return default
+    if not re.fullmatch(r"\d{1,6}(\.\d+)?", text):
+        raise FlagError(f"error: stop-timeout = {text} in a preset: give seconds, for example 10")
+    return float(text)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ class LoadPlan:
         """Load the vocabulary and start the engine's process."""
         config, granted = with_layout(self.config, self.need, room)
         state = await self.loader.run(self.source.name, lambda: make_state(config, self.gguf))
+        state.engine.exit_grace_s = self.source.stop_timeout
         names = (self.source.name, *self.source.aliases)
         sleeper: list[asyncio.Task[None]] = []
 

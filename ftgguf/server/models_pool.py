@@ -36,7 +36,7 @@ class Engine(Protocol):
     state: str
     loading: Loading
 
-    def refuse(self) -> None: ...
+    def refuse(self, reason: str = ...) -> None: ...
     async def start(self) -> None: ...
     async def stop(self) -> None: ...
     async def wait_ready(self) -> Any: ...
@@ -355,8 +355,9 @@ class Pool:
             self._set(instance, status, exit_code=0)
         self._freed.set()
 
-    async def unload(self, name: str, wait: bool = True) -> bool:
-        """Unload a model once its requests have ended; False if it is not loaded. `wait`: until it is gone."""
+    async def unload(self, name: str, wait: bool = True, cut: bool = False) -> bool:
+        """Unload a model once its requests have ended; False if it is not loaded. `wait`: until it is gone; `cut`:
+        requests that still run after the model's stop-timeout are ended."""
         instance = self._instances.get(name)
         if instance is None or instance.status == "unloaded":
             return False
@@ -366,12 +367,22 @@ class Pool:
         else:
             instance.leaving = True
             instance.keep_alive = 0
+            if cut:
+                loop = asyncio.get_running_loop()
+                loop.call_later(instance.source.stop_timeout, self._cut, instance, instance.started)
         while wait and (instance.status != "unloaded" or instance.ending is not None):
             if instance.ending is not None:
                 await asyncio.shield(instance.ending)
             else:
                 await asyncio.sleep(0.02)
         return True
+
+    @staticmethod
+    def _cut(instance: Instance, started: Started | None) -> None:
+        if instance.leaving and started is not None and instance.started is started:
+            log.warning("model %s: requests are ended, %g s after it was told to go", instance.name,
+                        instance.source.stop_timeout)  # fmt: skip
+            started.engine.refuse("the model was unloaded")
 
     def refuse(self) -> None:
         """The server is about to stop: running requests end in an error now, new ones are refused."""

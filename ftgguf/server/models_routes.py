@@ -106,7 +106,7 @@ class Routes:
             raise InvalidRequest("model is not found")
         if name in self._downloads:
             self._downloads[name].cancel()
-        elif source is None or not await self._host.pool.unload(source.name, wait=False):
+        elif source is None or not await self._host.pool.unload(source.name, wait=False, cut=True):
             raise InvalidRequest("model is not running")
         return json_response({"success": True})
 

@@ -300,6 +300,30 @@ def test_arguments_of_a_model(folder: Path, tmp_path: Path) -> None:
     assert config.model.path == str(folder / "second.gguf")
     assert config.model.aliases == ("second",)
     assert found.kind == "preset"
-    preset.write_text("[second]\nno-such-flag = 1\n")
-    with pytest.raises(FlagError, match="no-such-flag"):
-        catalog.reload()
+    assert found.stop_timeout == 3
+    nested = catalog.find("nested")
+    assert nested is not None
+    assert nested.stop_timeout == 10
+    preset.write_text("[*]\nstop-timeout = 7\n[other]\nmodel = x.gguf\n")
+    catalog.reload()
+    assert {source.stop_timeout for source in catalog.sources()} == {7}
+    for text, words in (("no-such-flag = 1", "no-such-flag"), ("stop-timeout = soon", "give seconds")):
+        preset.write_text(f"[second]\n{text}\n")
+        with pytest.raises(FlagError, match=words):
+            catalog.reload()
+
+
+def test_stop_timeout_ends_a_request_that_runs_on(folder: Path, tmp_path: Path) -> None:
+    """/models/unload of a busy model: the stream ends in an error event, the engine's process is gone."""
+    preset = tmp_path / "models.ini"
+    preset.write_text(f"[slow]\nmodel = {folder}/second.gguf\nctx-size = 4096\nstop-timeout = 0.5\n")
+    body = {"model": "slow", "prompt": "Once", "n_predict": -1, "ignore_eos": True, "stream": True}
+    with router(tmp_path, "--models-preset", str(preset), "--context-shift") as server:
+        lines = []
+        with server.http.stream("POST", "/completion", json=body) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) == 5:
+                    assert server.http.post("/models/unload", json={"model": "slow"}).json() == {"success": True}
+        assert any("the model was unloaded" in line for line in lines[-4:])
+        wait_for(lambda: server.status()["slow"] == "unloaded" and not server.engines())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -25,6 +25,13 @@ class FakeEngine:
         self.world, self.name = world, name
         self.state = "loading"
         self.loading = Loading(stage="weights", fraction=0.5)
+
+        self.refused: asyncio.Event = asyncio.Event()
+        self.reason = ""
+
+    def refuse(self, reason: str = "") -> None:
+        self.reason = reason
+        self.refused.set()
 
     async def start(self) -> None:
         self.world.log.append(f"+{self.name}")
@@ -246,6 +253,41 @@ def test_unload_waits_for_the_requests() -> None:
         assert world.alive == set()
         assert not await pool.unload("a")
         assert not await pool.unload("never")
+
+    run(body)
+
+
+def test_unload_ends_requests_after_the_stop_timeout() -> None:
+    """llama-server's `stop-timeout`: /models/unload (`cut`) waits so long for requests; Ollama's stop for ever."""
+
+    async def body() -> None:
+        world = World({"a": GIB})
+        pool = world.pool()
+        slow = replace(source("a"), stop_timeout=0.05)
+        engines: list[Any] = []
+
+        async def endless() -> None:
+            async with pool.lease(slow) as (instance, _):
+                assert instance.started is not None
+                engines.append(instance.started.engine)
+                await engines[-1].refused.wait()
+
+        task = asyncio.create_task(endless())
+        while not engines:
+            await asyncio.sleep(0.01)
+        assert await pool.unload("a", wait=False)
+        await asyncio.sleep(0.2)
+        assert world.alive == {"a"}  # without `cut` it waits
+        assert await pool.unload("a", wait=False, cut=True)
+        await task
+        assert engines[0].reason == "the model was unloaded"
+        while world.alive:
+            await asyncio.sleep(0.01)
+        # a model that was loaded again meanwhile is another one, and left alone
+        async with pool.lease(slow) as (instance, _):
+            await asyncio.sleep(0.2)
+            assert instance.started is not None
+            assert not instance.started.engine.refused.is_set()  # type: ignore[attr-defined]
 
     run(body)
 
