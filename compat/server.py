@@ -20,7 +20,7 @@ class ServerError(RuntimeError):
 
 @contextmanager
 def our_server(
-    model: str | os.PathLike[str],
+    model: str | os.PathLike[str] | None,
     args: Sequence[str] = (),
     *,
     env: Mapping[str, str] | None = None,
@@ -28,10 +28,12 @@ def our_server(
 ) -> Iterator[str]:
     """Run `ftgguf serve -m model` with llama-server flags `args` on a free port; yields its first address.
 
+    Without a model it is a router: requests name what is to be loaded.
+
     Raises:
         ServerError: it ended before it was ready, or was not ready within `timeout_s` seconds.
     """
-    command = [sys.executable, "-m", "ftgguf", "serve", "-m", os.fspath(model)]
+    command = [sys.executable, "-m", "ftgguf", "serve", *([] if model is None else ["-m", os.fspath(model)])]
     if "--port" not in args:
         command += ["--port", "0"]
     process = subprocess.Popen(
