@@ -50,15 +50,30 @@ ENDPOINTS: Mapping[str, Note] = {
         "`usage.output_tokens_details` is there, as OpenAI's clients expect",
     ),
     "POST /detokenize": ("mapped", "an id outside the vocabulary is 400 naming it, not 500"),
-    "POST /embedding": ("different", "501 as without `--embeddings`: only causal text models are served"),
-    "POST /embeddings": ("different", "as /embedding"),
-    "POST /v1/embeddings": ("different", "as /embedding"),
-    "POST /rerank": ("different", "501 as without `--reranking`"),
-    "POST /reranking": ("different", "as /rerank"),
-    "POST /v1/rerank": ("different", "as /rerank"),
-    "POST /v1/reranking": ("different", "as /rerank"),
-    "GET /lora-adapters": ("different", "always the empty list: `--lora` is refused at start"),
-    "POST /lora-adapters": ("different", "accepted as llama-server does without adapters; nothing to scale"),
+    "POST /embedding": (
+        "mapped",
+        "the same for the causal families that we run (encoders are refused by name); an input longer than the "
+        "physical batch is pooled batch by batch, not refused; a server for reranking says 400 instead of zeros",
+    ),
+    "POST /embeddings": ("mapped", "as /embedding"),
+    "POST /v1/embeddings": ("mapped", "as /embedding"),
+    "POST /rerank": (
+        "mapped",
+        "the same for Qwen3-Reranker files; a file without a classification head ends the start, a negative `top_n` is "
+        "400, not 500",
+    ),
+    "POST /reranking": ("mapped", "as /rerank"),
+    "POST /v1/rerank": ("mapped", "as /rerank"),
+    "POST /v1/reranking": ("mapped", "as /rerank"),
+    "GET /lora-adapters": (
+        "mapped",
+        "the same; with `--lora-init-without-apply` adapters start with scale 0, as its help says; adapters of "
+        "experts, and any beside a GPU, end the start",
+    ),
+    "POST /lora-adapters": (
+        "mapped",
+        "the same; cells computed with other scales are not used again, while llama-server goes on from them",
+    ),
     "POST /slots/{id_slot}": ("mapped", "files have our own format: ours are read by ours only"),
     "POST /v1/systemone": ("different", "501: no decision models"),
     "POST /audio/transcriptions": ("different", "501: no audio models"),
