@@ -10,6 +10,7 @@ from types import FrameType
 from ftgguf import __version__
 from ftgguf.bench import host
 from ftgguf.bench.alone import config_for
+from ftgguf.bench.child import end_leftovers
 from ftgguf.bench.in_process import GREEDY_TOKENS, Duel, say
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import NoPeer, find_peer
@@ -73,6 +74,7 @@ def finish(report: Report, options: Options, work: Callable[[], None]) -> int:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         keyboard = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        end_leftovers()
         try:
             publish(report, output=options.output, page=options.html, report_file=options.report)
         except OSError as error:

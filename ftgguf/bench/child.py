@@ -14,6 +14,22 @@ from typing import IO, Any
 
 from ftgguf.cli import OPENMP_SPINS
 
+started_groups: set[int] = set()
+"""Process groups that this command started and has not ended."""
+
+
+def end_group(pid: int) -> None:
+    """SIGKILL for a process group. Safe to call twice."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    started_groups.discard(pid)
+
+
+def end_leftovers() -> None:
+    """End what an interrupt in the middle of an orderly end, or of a start, has left running."""
+    for pid in list(started_groups):
+        end_group(pid)
+
 
 class ChildError(RuntimeError):
     """The worker failed, died or hung; the text says which."""
@@ -68,6 +84,7 @@ class Child:
             # not in the terminal's group: Ctrl-C is the parent's to handle, which keeps what was measured
             start_new_session=True,
         )
+        started_groups.add(self._process.pid)
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         self._tail = Tail(self._process.stderr)
@@ -111,8 +128,7 @@ class Child:
 
     def end(self) -> None:
         """Kill it. Safe to call twice."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_group(self._process.pid)
         self._process.wait()
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):

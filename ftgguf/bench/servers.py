@@ -20,7 +20,7 @@ from typing import Self
 import httpx
 import psutil
 
-from ftgguf.bench.child import exit_reason
+from ftgguf.bench.child import end_group, exit_reason, started_groups
 from ftgguf.bench.client import RequestFailed
 
 POLL_S = 0.25
@@ -68,6 +68,7 @@ class Server:
                 start_new_session=True,
                 env=self._env,
             )
+        started_groups.add(self._process.pid)
         try:
             self._wait()
         except BaseException:
@@ -120,11 +121,11 @@ class Server:
 
     def stop(self) -> None:
         """SIGTERM, after ten seconds SIGKILL, for the whole group. Safe to call twice."""
-        if self.memory is not None:
-            self.memory.stop()
         if self._process is None:
             return
         try:
+            if self.memory is not None:
+                self.memory.stop()
             for number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, number)
@@ -132,8 +133,7 @@ class Server:
                     self._process.wait(patience)
                     break
         finally:  # children that outlived their parent, and all of them when a second interrupt ends the waiting
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            end_group(self._process.pid)
 
 
 def _smi(what: str) -> str:

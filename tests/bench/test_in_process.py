@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ftgguf.bench import in_process
@@ -126,29 +123,3 @@ def test_no_peer_names_the_command_that_installs_it(
 def test_only_settings_that_libllama_has_reach_it() -> None:
     argv = ["-m", "f", "-c", "512", "-np", "1", "--weights-layout", "plain", "-t", "2", "-ctk", "q8_0", "--no-repack"]
     assert shared_flags(argv) == ["-m", "f", "-c", "512", "-t", "2", "-ctk", "q8_0"]
-
-
-def test_a_killed_command_leaves_no_worker_behind(tmp_path: Path) -> None:
-    """SIGTERM is an interrupt: the report is written and the workers are gone; their pids are read from the system."""
-    saved = tmp_path / "r.json"
-    argv = [*ARGV[:-1], "1000", "--report", str(saved)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ftgguf", "bench", *argv], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    try:
-        for line in process.stderr:
-            if "round 2" in line:
-                break
-        workers = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers) == 3
-        process.terminate()
-        process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == INTERRUPTED
-    psutil.wait_procs(workers, timeout=20)
-    assert not [w for w in workers if w.is_running()]
-    report = from_json(saved.read_bytes())
-    assert report.interrupted
-    assert report.rows[0].samples

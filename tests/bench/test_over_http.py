@@ -9,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ftgguf.bench import over_http
 from ftgguf.bench.client import Dialect, Target
 from ftgguf.bench.contenders import Contender, Running, peer_flags
-from ftgguf.bench.main import main
 from ftgguf.bench.options import parse
 from ftgguf.bench.over_http import HttpDuel
 from ftgguf.bench.report import (
@@ -23,7 +21,6 @@ from ftgguf.bench.report import (
     PEER_FAILED,
     Contestant,
     Report,
-    from_json,
 )
 from ftgguf.bench.servers import Server, ServerError
 from ftgguf.bench.workloads import Plan, Source, TextSource, make_plan
@@ -145,26 +142,3 @@ def test_a_server_that_ends_or_does_not_answer(tmp_path: Path) -> None:
         pass
     assert deaf._process is not None
     assert deaf._process.poll() is not None
-
-
-@pytest.mark.slow
-def test_ours_and_a_real_llama_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole command against xllamacpp's llama-server behind a `llama-server` of the user's: outputs agree, every
-    row has both sides, and the lesser instruction sets of its build are the only trouble (where ours has more)."""
-    pytest.importorskip("xllamacpp")
-    monkeypatch.setattr(over_http, "GREEDY_TOKENS", 12)
-    server = tmp_path / "llama-server"
-    server.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ftgguf.bench.xllamacpp_server "$@"\n')
-    server.chmod(0o755)
-    saved = tmp_path / "r.json"
-    argv = ["-m", "stories", "--against", "llama.cpp", "--llama-server", str(server), "-t", "1", "-r", "1"]
-    argv += ["-p", "32", "-n", "8", "-d", "256", "--workload", "pp,tg,depth,suffix,streams", "--report", str(saved)]
-    status = main(argv)
-    report = from_json(saved.read_bytes())
-    lower = bool(report.peers[0].lower_isa)
-    assert status == (NOT_COMPARABLE if lower else OK), report.troubles
-    assert report.outputs.prompts == 8
-    assert report.outputs.faults() == []
-    for row in report.rows:
-        assert len(row.samples) == 3, row
-    assert all(c.build and c.isa and c.rss_peak for c in report.contestants)

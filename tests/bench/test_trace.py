@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ftgguf.bench import tracefile
 from ftgguf.bench.client import Dialect, Target
 from ftgguf.bench.contenders import Contender, Running
-from ftgguf.bench.main import main
 from ftgguf.bench.options import parse
 from ftgguf.bench.recording import MASK, Recorder, mask, mask_text
 from ftgguf.bench.report import OK, PEER_FAILED, Contestant, Report
@@ -245,17 +244,3 @@ def test_a_failing_turn_is_a_row() -> None:
     failed = [t for t in report.turns if t.error]
     assert failed
     assert {t.contestant for t in failed} == {"peer"}
-
-
-@pytest.mark.slow
-def test_the_command_on_our_own_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Real sessions, clipped to what the stories model holds: appended turns take their prefix from the cache."""
-    saved = tmp_path / "r.json"
-    assert main(["trace", "-m", "stories", "-t", "1", "-r", "1", "-n", "4", "--report", str(saved)]) == 0
-    from ftgguf.bench.report import from_json
-
-    report = from_json(saved.read_bytes())
-    appended = [t for t in report.turns if t.kind == "append"]
-    assert len(appended) > 20
-    assert sum(t.cached_n for t in appended) > 0.5 * sum(t.prompt_n for t in appended)
-    assert "turns over 10/60/120 s" in capsys.readouterr().out
