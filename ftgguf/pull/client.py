@@ -189,6 +189,10 @@ class Client:
         self._check_scheme(target)
         if target.host.lower() != source.host.lower() and is_private(target) and not is_private(source):
             raise Refused(f"{source.host} redirects into a private network ({target.host}): refused")
+        if target.host.lower() != source.host.lower() and any(each.is_link_local for each in addresses_of(target)):
+            raise Refused(
+                f"{source.host} redirects to a link-local address ({target.host}): refused"
+            )  # clouds' secrets
         return target
 
     def _check_scheme(self, url: httpx.URL) -> None:
@@ -320,23 +324,36 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def is_private(url: httpx.URL) -> bool:
-    """Whether the host is, or resolves to, an address that is not public. Names go unresolved where a proxy will."""
+def addresses_of(url: httpx.URL) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses that a host is or resolves to; empty where only a proxy will know, or nobody."""
     host = url.host.strip("[]")
     try:
-        return not ipaddress.ip_address(host).is_global
+        return [_unmapped(ipaddress.ip_address(host))]
     except ValueError:
         pass
-    if host.lower() == "localhost" or host.lower().endswith((".localhost", ".local", ".internal")):
-        return True
     proxies = getproxies()
     if (url.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
-        return False
+        return []
     try:
         found = socket.getaddrinfo(host, url.port or 443, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        return False  # the connection will say so
-    return any(not ipaddress.ip_address(str(entry[4][0]).partition("%")[0]).is_global for entry in found)
+        return []  # the connection will say so
+    return [_unmapped(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])) for entry in found]
+
+
+def _unmapped(
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """`::ffff:10.0.0.1` is 10.0.0.1."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def is_private(url: httpx.URL) -> bool:
+    """Whether the host is, or resolves to, an address that is not public. Names go unresolved where a proxy will."""
+    host = url.host.lower()
+    if host == "localhost" or host.endswith((".localhost", ".local", ".internal")):
+        return True
+    return any(not address.is_global for address in addresses_of(url))
 
 
 def hub_endpoint() -> str:
