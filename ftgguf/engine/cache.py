@@ -5,6 +5,8 @@ This is the only place that pairs pages with sequences, so that references, lock
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ftgguf.engine.executor import Executor
@@ -13,6 +15,9 @@ from ftgguf.kv.pages import PagePool, cells_of, pages_for
 from ftgguf.kv.radix import Match, RadixTree
 from ftgguf.kv.snapshots import SnapshotBudget
 from ftgguf.nouns import I32, PAGE
+
+if TYPE_CHECKING:
+    from ftgguf.engine.elastic import Elastic
 
 
 class KvCache:
@@ -27,6 +32,10 @@ class KvCache:
         self.copied_cells = 0
         self.refusals = 0
         """Times a sequence had to wait for pages."""
+        self.elastic: Elastic | None = getattr(executor, "elastic", None)
+        """What gives the pool more memory when it needs it, where something does."""
+        if self.elastic is not None:
+            self.elastic.attach(self)
         self._refused: tuple[int, ...] = ()
 
     @property
@@ -36,6 +45,8 @@ class KvCache:
 
     def match(self, sequence: Sequence) -> Match:
         """What is held of the sequence's tokens; at least one token is always left to evaluate."""
+        if self.elastic is not None:
+            self.elastic.look()
         if sequence.reuses:
             return self.tree.match(sequence.known, limit=sequence.n_tokens - 1, space=sequence.adapters)
         return Match(0, self.tree.root, [], False)
@@ -74,6 +85,8 @@ class KvCache:
     def _make_room(self, need: int, spare: int) -> bool:
         """Evict until `need` pages are free, but only if that leaves `spare` more within reach."""
         pool, tree = self.pool, self.tree
+        if need + spare > pool.n_free and self.elastic is not None:
+            self.elastic.more(need + spare)
         if need + spare <= pool.n_free:
             return True
         if need + spare > pool.n_free + tree.evictable_pages():
@@ -83,6 +96,8 @@ class KvCache:
 
     def grow(self, sequence: Sequence) -> bool:
         """Room for one more page of the sequence; False when none can be had."""
+        if self.pool.n_free == 0 and self.elastic is not None:
+            self.elastic.more(1)
         if self.pool.n_free == 0:
             self.tree.evict(1)
         pages = self.pool.alloc(1, after=sequence.pages[-1] if sequence.pages else -1)

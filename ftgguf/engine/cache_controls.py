@@ -34,13 +34,16 @@ def answer(executor: Any, action: str, arguments: dict[str, Any]) -> dict[str, A
         raise ValueError("there is no expert cache to rebuild: the experts are all resident, or run on the CPU")
     from ftgguf.experts.status import cache_status
 
+    elastic = getattr(executor, "elastic", None)
     if action == "expert_cache_status":
-        return {"enabled": True} | cache_status(store)
+        return {"enabled": True} | cache_status(store) | ({} if elastic is None else {"boundary": elastic.status()})
     size = arguments.get("size_mib")
+    if size is None:
+        return {"enabled": True, "size_mib": store.budget // MIB} | store.rebuild()
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f"'size_mib' must be a whole number of MiB from 0 on, not {size!r}")
     try:
-        done = store.resize(size * MIB)
+        done = (store if elastic is None else elastic).resize(size * MIB)
     except MemoryError as error:
         raise ValueError(str(error)) from error
     return {"enabled": True, "size_mib": size} | done

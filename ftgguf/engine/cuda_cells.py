@@ -60,16 +60,69 @@ class CudaCells:
             shapes.setdefault((a.kv_heads, a.head_dim, a.v_dim), []).append(i)
         self.pools: list[torch.Tensor] = []
         """[layers, cells, ...] each; `read` takes them in this order."""
-        made: dict[int, KVCache] = {}
+        self._groups: list[tuple[list[int], int]] = []
+        """(layers, number of tensors) of each shape."""
         for (heads, hd, hv), layers in shapes.items():
             planes = [(dim, DTYPES[kind]) for dim in (hd, hv)]
             if kind == "q8_0":
                 planes += [(dim // 32, torch.float16) for dim in (hd, hv)]
             tensors = [memory.tensor("KV", (len(layers), n_cells, heads, d), t, zero=True) for d, t in planes]
             self.pools += tensors
+            self._groups.append((layers, len(tensors)))
+        self._make_views()
+
+    def _make_views(self) -> None:
+        made: dict[int, KVCache] = {}
+        at = 0
+        for layers, n in self._groups:
             for j, i in enumerate(layers):
-                made[i] = KVCache(*[t[j] for t in tensors])
-        self.caches = [made[i] for i in range(len(attentions))]
+                made[i] = KVCache(*[t[j] for t in self.pools[at : at + n]])
+            at += n
+        self.caches = [made[i] for i in range(len(made))]
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one cell over all layers."""
+        return sum(p[:, 0].numel() * p.element_size() for p in self.pools)
+
+    def resize(self, memory: DeviceMemory, n_cells: int) -> None:
+        """Memory for `n_cells` cells: those below keep their contents, new ones are zero. Addresses change.
+
+        The device must be idle. Raises MemoryError where the budget has no room; everything is as before then.
+        """
+        grown = (n_cells - self.n_cells) * self.cell_bytes
+        if memory.left is not None and grown > memory.left:
+            raise MemoryError(f"no room on the GPU for {n_cells} KV cells: {grown >> 20} MiB more are needed")
+        keep = min(n_cells, self.n_cells)
+        for i, old in enumerate(self.pools):
+            # Old and new at once where there is room for both, by way of host memory where there is not.
+            shape, held = tuple(old.shape), old.numel() * old.element_size()
+            size = held // shape[1] * n_cells
+            if memory.left is not None and size > memory.left:
+                self.pools[i] = old = old[:, :keep].cpu()
+                self._release(memory, held)
+                held = 0
+            try:
+                new = memory.tensor("KV", (shape[0], n_cells, *shape[2:]), old.dtype, zero=True)
+            except MemoryError:
+                if not held:  # a smaller one failed to grow: its own size was there a moment ago
+                    self.pools[i] = memory.tensor("KV", shape, old.dtype)
+                    self.pools[i].copy_(old)
+                self._make_views()
+                raise
+            new[:, :keep].copy_(old[:, :keep])
+            self.pools[i] = new
+            del old
+            self._release(memory, held)
+        self.n_cells = n_cells
+        self._make_views()
+
+    def _release(self, memory: DeviceMemory, nbytes: int) -> None:
+        """Bytes of a tensor that was just let go: no view of it may be left."""
+        self.caches = []
+        memory.held["KV"] -= nbytes
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _index(self, cells: I32) -> torch.Tensor:
         if len(cells) and (cells.min() < 0 or cells.max() >= self.n_cells):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from ftgguf.layers.block import segment
 from ftgguf.layers.params import Decoder
 from ftgguf.nouns import F32, I32, PAGE, Batch
 from ftgguf.ops.cuda import CudaOps, RopeTables, Rows
+
+if TYPE_CHECKING:
+    from ftgguf.engine.elastic import Elastic
 
 HEAD_ROWS = 64
 """Rows whose logits exist at once: 64 rows of a vocabulary of 152k are 39 MB."""
@@ -83,7 +86,9 @@ class CudaExecutor:
         eager: bool = False,
         first: int = 0,
         last: int | None = None,
+        start_cells: int | None = None,
     ) -> None:
+        """`n_cells` are the numbers that batches may use, `start_cells` those that have memory at first (all)."""
         self.memory, self.device = memory, memory.device
         self.model, self.store = model, store
         self.first, self.last = first, len(model.blocks) if last is None else last
@@ -93,7 +98,9 @@ class CudaExecutor:
         self.max_rows = max(max_rows, decode_rows)
         self.captures = self.device.type == "cuda" and not eager
         attentions = [b.attention for b in model.blocks[self.first : self.last]]
-        self.cells = CudaCells(memory, attentions, self.n_cells, kv)
+        start = self.n_cells if start_cells is None else -(-start_cells // PAGE) * PAGE
+        self.cells = CudaCells(memory, attentions, min(start, self.n_cells), kv)
+        self.elastic: Elastic | None = None
         self.ropes = RopeTables(self.device)
         self.sizes = graph_rows(decode_rows)
         top = self.sizes[-1]
@@ -150,16 +157,41 @@ class CudaExecutor:
             self.after_warm_up()
             if not self.captures:
                 return
-            torch.cuda.synchronize(self.device)
-            before = torch.cuda.memory_reserved(self.device)
-            self.pool = torch.cuda.graph_pool_handle()
-            for rows in reversed(self.sizes):
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self.pool):
-                    self._decode(rows)
-                self.graphs[rows] = graph
-            torch.cuda.synchronize(self.device)
-            self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
+            self._capture_decode()
+
+    def _capture_decode(self) -> None:
+        torch.cuda.synchronize(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        self.pool = torch.cuda.graph_pool_handle()
+        for rows in reversed(self.sizes):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool):
+                self._decode(rows)
+            self.graphs[rows] = graph
+        torch.cuda.synchronize(self.device)
+        self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
+
+    def resize_cells(self, n_cells: int) -> None:
+        """Have memory for `n_cells` cells, whole pages; contents below stay. A safe point: waits for the device.
+
+        Captured passes hold the cells' addresses: decode's are captured again, prompts' when they come. Raises
+        MemoryError where there is no room (the cells are as before).
+        """
+        if n_cells % PAGE or not 0 < n_cells <= self.n_cells:
+            raise ValueError(f"{n_cells} cells are no whole pages of {self.n_cells}")
+        with self._on_device():
+            self._wait()
+            captured = bool(self.graphs)
+            self.graphs.clear()
+            self.prompts.clear()
+            self.uncaptured.clear()
+            self.pool = None
+            self.memory.held.pop("graphs", None)
+            try:
+                self.cells.resize(self.memory, n_cells)
+            finally:
+                if captured:
+                    self._capture_decode()
 
     def _prompt_sizes(self) -> list[int]:
         """Every size that prompts are padded to, the largest first: it takes the memory that the others find."""

@@ -33,6 +33,14 @@ class CachePlan:
     budget: int
     mode: str
     """`hybrid`, `offload` or `cpu`: who serves misses."""
+    start_cells: int = 0
+    """KV cells that have memory at first; the others take it from the experts when they are needed."""
+    least: int = 0
+    """Bytes that stay for ring and slots when every cell has memory."""
+
+    @property
+    def elastic(self) -> bool:
+        return self.start_cells < self.fit.n_cells
 
 
 def plan_cache(
@@ -73,12 +81,17 @@ def plan_cache(
             f"{GRAPHS // MIB} MiB, and the budget is {budget // MIB} MiB. Lower -c, -ub or -ngl, use -ctk/-ctv "
             "q8_0, or raise --vram-budget"
         )
+    start, least = cells, left
+    if p.expert_cache is None and p.moe_mode != "cpu" and left < whole.experts:
+        start = min(cells, max(pad(p.fit_ctx), pad(cells // 4)))
+        begin = replace(parts_of(survey, 0, start, config, context), experts=0)
+        left, parts = left + parts.kv - begin.kv, begin
     size = min(left, whole.experts + 256 * MIB)
     if p.expert_cache is not None:
         size = min(size, p.expert_cache * MIB)
     if p.moe_mode == "cpu":
         size = 0
-    return CachePlan(_fit(n_layer, cells, parts, size, whole), size, _mode(config))
+    return CachePlan(_fit(n_layer, cells, start, parts, size, whole), size, _mode(config), start, least)
 
 
 def _all_experts(survey: Survey, config: ServerConfig) -> bool:
@@ -91,10 +104,11 @@ def _mode(config: ServerConfig) -> str:
     return {"offload": "offload", "cpu": "cpu"}.get(config.placement.moe_mode, "hybrid")
 
 
-def _fit(n_layer: int, cells: int, parts: Parts, size: int, whole: Parts) -> Fit:
+def _fit(n_layer: int, cells: int, start: int, parts: Parts, size: int, whole: Parts) -> Fit:
+    grows = f" at first (up to {cells} when they are needed)" if start < cells else ""
     line = (
         f"experts of {whole.experts // MIB} MiB stay in host memory; {size // MIB} MiB of VRAM cache them beside "
-        f"weights {parts.weights // MIB}, KV of {cells} tokens {parts.kv // MIB}, workspace "
+        f"weights {parts.weights // MIB}, KV of {start} tokens{grows} {parts.kv // MIB}, workspace "
         f"{parts.workspace // MIB} MiB"
     )
     return Fit(0, n_layer, cells, replace(parts, experts=size), (line,))
@@ -108,7 +122,7 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
     from ftgguf.experts.control import Arm
     from ftgguf.experts.measure import stored_costs
     from ftgguf.experts.pinning import cuda_pinner
-    from ftgguf.experts.store import CachedStore, cpu_threads
+    from ftgguf.experts.store import RING_BYTES, RING_SHARE, CachedStore, cpu_threads
 
     p = config.placement
     pinner = cuda_pinner(memory.device)
@@ -118,6 +132,7 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
         memory,
         budget=plan.budget,
         top_k=numbers.top_k,
+        ring_bytes=min(plan.budget // RING_SHARE, RING_BYTES, plan.least) if plan.elastic else None,
         decode_rows=graph_rows(max(1, config.context.n_parallel))[-1],
         cpus=cpus,
         pinner=pinner if p.pin_budget is None else LimitedPinner(p.pin_budget * MIB, pinner),

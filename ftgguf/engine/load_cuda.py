@@ -15,6 +15,7 @@ from ftgguf.engine.cuda_experts import ExpertStore, ResidentStore, expert_spec
 from ftgguf.engine.cuda_weights import CudaSource, Reader
 from ftgguf.engine.device_memory import DeviceMemory, context_overhead
 from ftgguf.engine.devices import Device, free_memory
+from ftgguf.engine.elastic import Elastic
 from ftgguf.engine.fit import MIB, Fit, budget_of, fit
 from ftgguf.engine.load_cached import make_store, plan_cache
 from ftgguf.engine.segments import Segment, SegmentedExecutor
@@ -79,9 +80,12 @@ def load_gpu(
     helpers = Helpers(job, found, config.cpu.threads)
     try:
         store = None if cached is None else make_store(cached, config, numbers, memory)
-        gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress, store)
+        cells = None if cached is None else cached.start_cells
+        gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress, store, cells)
         if store is not None:
             notes.append(start_line(store))
+            if cached is not None and cached.elastic:
+                gpu.elastic = Elastic(gpu, store)
         progress("compiling kernels", 0.0)
         notes.append(helpers.wait())
     except BaseException:
@@ -113,6 +117,7 @@ def gpu_segment(
     memory: DeviceMemory,
     progress: Progress,
     store: ExpertStore | None = None,
+    start_cells: int | None = None,
 ) -> tuple[CudaExecutor, list[str]]:
     """Blocks [chosen.first, n_layer) on the device, and lines about what is not as asked. `store` None: every expert
     resident."""
@@ -145,6 +150,7 @@ def gpu_segment(
         eager=config.placement.debug_eager,
         first=first,
         last=last,
+        start_cells=start_cells,
     )
     size = sum(memory.held.get(k, 0) for k in ("weights", "experts"))
     notes.append(

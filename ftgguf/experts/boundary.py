@@ -24,13 +24,15 @@ SHRINK_BELOW = 0.5
 @dataclass(frozen=True, slots=True)
 class Budget:
     """Bytes: `total` that may be used by both; `kv` and `experts` what each has now; `kv_floor` what KV keeps (the
-    context a single request may ask for), `experts_floor` what the cache keeps (a ring for prefill)."""
+    context a single request may ask for) and `kv_most` what it may ever have, `experts_floor` what the cache keeps (a
+    ring for prefill)."""
 
     total: int
     kv: int
     experts: int
     kv_floor: int
     experts_floor: int
+    kv_most: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Boundary:
     def poll(self, need: int, now: float) -> Move | None:
         """A move that `need` calls for, or None. KV above the experts' floor is never refused to requests."""
         b = self.budget
-        most = b.total - b.experts_floor
+        most = min(b.total - b.experts_floor, b.kv_most)
         if need > b.kv:
             self._idle_since = None
             wanted = min(up(need * (1 + KV_SPARE)), most)

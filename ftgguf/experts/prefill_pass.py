@@ -254,7 +254,7 @@ class PrefillPass:
         return share
 
     def _look_ahead(self, index: int) -> None:
-        """Begin the next layer's copies if it is to be streamed. Not the last layer's: it runs for the rows wanted only,
+        """Begin the next layer's copies if it is to be streamed. Not the last layer's: it runs for the wanted rows,
         mostly one."""
         s = self.store
         if index >= s.state.layers - 1 or self._mode(index) is not Mode.STREAM:

@@ -63,6 +63,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
             "line": bank.line(),
         },
         "rebuilds": store.rebuilds,
+        "slabs_moved": store.slabs_moved,
         "error": store.mail.error(),
     }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from ftgguf.engine.device_memory import DeviceMemory
 from ftgguf.engine.executor import ExecutorLost
 from ftgguf.experts import key as keys
 from ftgguf.experts import residency, slots
+from ftgguf.experts import resize as resizing
 from ftgguf.experts.arena import Arena
 from ftgguf.experts.bank import Bank, LayerLayout, Pinner
 from ftgguf.experts.control import Arm, SplitController
@@ -42,8 +43,8 @@ from ftgguf.models.config import ModelError
 RING_SHARE = 16
 """The prefill ring has this fraction of the budget, at most RING_BYTES."""
 RING_BYTES = 256 << 20
-REBASE_LOOK = 4096
-"""Steps between two looks at the keys, which bear some 2^18."""
+REBASE_LOOK = 1024
+"""Steps between two looks at the keys, which bear some 2^18, and at the size classes."""
 CPU_NAMES = {"silu": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu_sqr", "swiglu_oai": "swiglu_oai"}
 """The kernels' activations -> the worker's."""
 
@@ -97,6 +98,7 @@ class CachedStore(ExpertStore):
         self.prefill_cpu_experts = 0
         self.prefill_passes = 0
         self.rebuilds = 0
+        self.slabs_moved = 0
         self._step_started = 0.0
         self._steps = 0
         self._mixed = False
@@ -184,9 +186,11 @@ class CachedStore(ExpertStore):
         for i, spec in enumerate(self.order):
             self.state.host_base[i, 0] = self.bank.layers[spec.layer].address
             self.state.host_stride[i, 0] = spec.slot_bytes
-        self._set_addresses()
+        self.set_addresses()
         if self._warm:
-            self._fill_free_slots()
+            # As many of each layer: a cold cache would miss everything at first.
+            lanes = np.arange(experts)[:, None] + np.arange(len(sizes))[None, :] * self.state.e_pad
+            self.fill_free_slots(lanes.reshape(-1).tolist())
         self.device_state = DeviceResidency.of(self.state, device)
         self.addresses = self.device_state.arrays["slot_addr"]
         self.buffers = StepBuffers.allocate(self.decode_rows * self.top_k, experts, device)
@@ -199,29 +203,32 @@ class CachedStore(ExpertStore):
             timeout=self.timeout,
         )  # fmt: skip
 
-    def _set_addresses(self) -> None:
+    def set_addresses(self) -> None:
+        """The mirror's slot addresses from the arena."""
         addresses = self.arena.addresses()
         self.state.slot_addr[:] = 0
         self.state.slot_addr[: len(addresses)] = addresses
 
-    def _fill_free_slots(self) -> None:
-        """Experts into free slots, as many of each layer: a cold cache would miss everything at first. At a safe
-        point, from the mirror."""
+    def fill_free_slots(self, flats: Iterable[int]) -> None:
+        """The experts `flats` (layer * e_pad + lane) into free slots as long as there are any. At a safe point, from
+        and into the mirror."""
         s, offsets = self.state, self.arena.plan.offsets()
-        for expert in range(s.experts):
-            for i, spec in enumerate(self.order):
-                if not self.reachable(i) or s.slot_of[i, expert] >= 0:
-                    continue
-                c = int(s.layer_class[i])
-                begin, count = int(s.class_begin[c]), int(s.class_count[c])
-                free = np.flatnonzero(s.owner_of[begin : begin + count] < 0)
-                if not len(free):
-                    continue
-                slot = begin + int(free[0])
-                source = torch.from_numpy(self.bank.layers[spec.layer].view[expert])
-                self.arena.slot(int(offsets[slot]), spec.slot_bytes).copy_(source, non_blocking=True)
-                s.owner_of[slot] = i * s.e_pad + expert
-                s.slot_of[i, expert] = slot
+        free = [
+            iter(np.flatnonzero(s.owner_of[begin : begin + count] < 0) + begin)
+            for begin, count in zip(s.class_begin, s.class_count, strict=True)
+        ]
+        for flat in flats:
+            i, expert = divmod(flat, s.e_pad)
+            if expert >= s.experts or not self.reachable(i) or s.slot_of[i, expert] >= 0:
+                continue
+            slot = int(next(free[int(s.layer_class[i])], -1))
+            if slot < 0:
+                continue
+            spec = self.order[i]
+            source = torch.from_numpy(self.bank.layers[spec.layer].view[expert])
+            self.arena.slot(int(offsets[slot]), spec.slot_bytes).copy_(source, non_blocking=True)
+            s.owner_of[slot] = flat
+            s.slot_of[i, expert] = slot
 
     def reachable(self, index: int) -> bool:
         """Whether the GPU can read this layer's experts."""
@@ -294,43 +301,23 @@ class CachedStore(ExpertStore):
         self._write_split()
 
     def rebase(self) -> None:
-        """Move the keys back if it is time; a safe point."""
+        """Move the keys back if it is time, and slabs between size classes; a safe point."""
         self.device_state.store(self.state)
         if residency.needs_rebase(self.state):
             residency.rebase(self.state)
             self.device_state.load(self.state)
+        resizing.rebalance(self)
 
     def resize(self, budget: int) -> dict[str, int]:
-        """Give the cache `budget` bytes at a safe point: the best experts stay, memory beyond goes back to the driver.
+        """See experts.resize.resize."""
+        return resizing.resize(self, budget)
 
-        Raises ValueError below the ring's size, MemoryError where the device has no room (the cache is as before).
-        """
-        room = budget - 2 * self.ring.half
-        if room < 0:
-            raise ValueError(f"{budget} bytes do not hold the prefill ring of {2 * self.ring.half}")
-        self._wait()
-        self.device_state.store(self.state)
-        old = self.arena.plan
-        new = slots.resize(old, room)
-        if len(new.offsets()) > len(self.state.owner_of):
-            raise ValueError("more slots than there are experts")
-        moves = slots.rescue(old, new, self.state) if new.bytes < old.bytes else []
-        offsets = old.offsets()
-        for source, target in moves:
-            size = self.order[int(self.state.owner_of[source]) // self.state.e_pad].slot_bytes
-            self.arena.slot(int(offsets[target]), size).copy_(self.arena.slot(int(offsets[source]), size))
-        self._wait()
-        before = self.arena.bytes
-        self.arena.fit(new)
-        slots.renumber(self.state, old, new, 0, moves)
-        self._set_addresses()
-        self.device_state.load(self.state)
-        self._wait()
-        self.budget = budget
-        self.rebuilds += 1
-        return {"bytes_before": before, "bytes": self.arena.bytes, "slots": sum(new.counts()), "moved": len(moves)}
+    def rebuild(self) -> dict[str, int]:
+        """See experts.resize.rebuild."""
+        return resizing.rebuild(self)
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Until the device is done."""
         if self.memory.device.type == "cuda":
             torch.cuda.synchronize(self.memory.device)
 
@@ -346,7 +333,7 @@ class CachedStore(ExpertStore):
 
     def close(self) -> None:
         """Stop the threads and give the pinned memory back."""
-        self._wait()
+        self.wait()
         super().close()
         self.mail.close()
         self.prefill.close()

@@ -37,12 +37,34 @@ class PagePool:
             raise ValueError(f"a cell pool needs at least {PAGE} cells, got {n_cells}")
         self._refs: NDArray[np.int32] = np.zeros(self.n_pages, dtype=np.int32)
         self.n_free = self.n_pages
+        self.usable = self.n_pages
+        """Pages below this have memory (`limit`); the others are never handed out."""
         self.version = 0
         """Changes whenever a page becomes free; lets a caller that was refused wait for news."""
 
     @property
     def n_used(self) -> int:
-        return self.n_pages - self.n_free
+        return self.usable - self.n_free
+
+    def limit(self, n_pages: int) -> None:
+        """Hand out pages below `n_pages` only. Raises ValueError where a page from there on is in use."""
+        if not 0 < n_pages <= self.n_pages:
+            raise ValueError(f"{n_pages} pages of a pool of {self.n_pages}")
+        if n_pages < self.usable:
+            if np.any(self._refs[n_pages : self.usable]):
+                raise ValueError(f"pages from {n_pages} on are in use")
+            self._refs[n_pages : self.usable] = 1
+        else:
+            self._refs[self.usable : n_pages] = 0
+            self.version += 1
+        self.n_free += n_pages - self.usable
+        self.usable = n_pages
+
+    def rename(self, old: int, new: int) -> None:
+        """Page `new`, free, takes the place of `old` with all its references; the caller moves cells and holders."""
+        if self._refs[new] or not self._refs[old]:
+            raise ValueError(f"page {old} cannot become {new}")
+        self._refs[new], self._refs[old] = self._refs[old], 0
 
     def refs(self, page: int) -> int:
         """Holders of `page`."""

@@ -18,11 +18,12 @@ async def get_status(request: Request) -> Response:
 
 
 async def post_rebuild(request: Request) -> Response:
-    """Body `{"size_mib": N}`: bytes of device memory for cached experts. Requests in flight go on; nothing is loaded
-    again. Answers with the bytes before and after and the slots."""
+    """Body `{"size_mib": N}`: device memory for cached experts; `{}`: the size stays, and the slots are filled anew with
+    the experts that are worth most. Requests in flight go on; no weights are read from the file again. Answers with the
+    bytes before and after and the slots."""
     state = state_of(request)
     body, _ = await state.json(request)
-    size = body.get("size_mib") if isinstance(body, dict) else None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise InvalidRequest("'size_mib' must be a whole number of MiB from 0 on")
+    size = body.get("size_mib") if isinstance(body, dict) else -1
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 0):
+        raise InvalidRequest("'size_mib' must be a whole number of MiB from 0 on, or left out")
     return json_response(await state.engine.control("expert_cache_rebuild", size_mib=size))

@@ -144,7 +144,8 @@ def judge(got: Decoded, want: Decoded, same: float = 1e-6) -> str:
 
 def load_cached(
     path: Path, device: Any, slots: int | None, *, ring_slots: int = 4, decode_rows: int = 4, n_cells: int = 256,
-    max_rows: int = 64, kv: str = "f32", eager: bool = False, budget: int | None = None, **options: Any,
+    max_rows: int = 64, kv: str = "f32", eager: bool = False, budget: int | None = None,
+    start_cells: int | None = None, **options: Any,
 ) -> CudaExecutor:  # fmt: skip
     """`slots`: slots of the cache besides a ring of `ring_slots`; None: every expert resident."""
     gguf = open_gguf(path)
@@ -173,5 +174,5 @@ def load_cached(
     reader.close()
     return CudaExecutor(
         memory, model, store, n_cells=n_cells, max_rows=max_rows, kv=kv, decode_rows=decode_rows, max_sequences=4,
-        eager=eager,
+        eager=eager, start_cells=start_cells,
     )  # fmt: skip
