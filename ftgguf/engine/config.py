@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ftgguf.engine.memory import available_memory
 from ftgguf.flags.config import ServerConfig
+
+
+def host_budget(limit_mib: int, available: int) -> int:
+    """Bytes of `--cache-ram`: at most half of the memory that is available once the model is loaded; -1 is no limit of
+    its own."""
+    half = available // 2
+    return half if limit_mib < 0 else min(limit_mib << 20, half)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,8 @@ class EngineConfig:
     """
     snapshot_bytes: int = 0
     """Budget of recurrent snapshots."""
+    host_bytes: int = 0
+    """Host memory for pages that leave the tree; 0 keeps none."""
 
     def __post_init__(self) -> None:
         if self.n_slots < 1:
@@ -45,4 +55,5 @@ class EngineConfig:
             ctx_shift=context.shift,
             cont_batching=context.cont_batching,
             slot_prompt_similarity=context.slot_prompt_similarity,
+            host_bytes=host_budget(context.cache_ram, available_memory()) if context.cache_idle_slots else 0,
         )

@@ -87,6 +87,10 @@ class Controls:
         value["deferred_for_pages_total"] = engine.cache.refusals
         value["evicted_pages_total"] = engine.cache.tree.evicted_pages
         value["copied_cells_total"] = engine.cache.copied_cells
+        if engine.host is not None:
+            value["host_spilled_pages_total"] = engine.host.spilled_pages
+            value["host_recalled_pages_total"] = engine.host.recalled_pages
+            value["host_bytes"] = engine.host.used
         value.update(cache_controls.metrics(engine.executor))
         return value
 

@@ -26,6 +26,7 @@ from ftgguf.engine.sampler import SamplingError
 from ftgguf.engine.scheduler import Scheduler, Step
 from ftgguf.engine.toolkit import Toolkit, toolkit_of
 from ftgguf.flags.config import ServerConfig
+from ftgguf.kv.host import HostTier
 from ftgguf.kv.snapshots import SnapshotBudget
 from ftgguf.nouns import F32, Snapshot
 from ftgguf.vocab import Vocab
@@ -65,6 +66,10 @@ class Engine:
         snapshots = SnapshotBudget(config.snapshot_bytes, _no_snapshots) if executor.recurrent else None
         self.cache = KvCache(executor, snapshots)
         self.scheduler = Scheduler(executor, config, self.cache, self.metrics, clock, self.toolkit.add_bos)
+        self.host: HostTier | None = None
+        if config.host_bytes and not executor.recurrent:
+            self.host = HostTier(executor, self.cache.pool, self.cache.tree, config.host_bytes)
+            self.scheduler.host = self.host
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
         self._outputs: dict[int, Output] = {}

@@ -21,6 +21,7 @@ from ftgguf.engine.executor import Executor, NotSupported
 from ftgguf.engine.metrics import Metrics
 from ftgguf.engine.request import Sequence, State
 from ftgguf.engine.slots import Slot, choose
+from ftgguf.kv.host import HostTier
 from ftgguf.kv.radix import Match, common_prefix
 from ftgguf.nouns import PAGE, Batch
 
@@ -63,6 +64,8 @@ class Scheduler:
         """Sequences with a slot, by arrival."""
         self.started: list[Sequence] = []
         """Sequences that began since the caller last looked."""
+        self.host: HostTier | None = None
+        """Where pages that left the tree are found again."""
         self.exhausted: list[Sequence] = []
         """Sequences that can never have another cell; the caller ends them."""
         self._clock = clock
@@ -238,6 +241,8 @@ class Scheduler:
 
         Requests with one prompt often arrive together. Evaluating the shared part once takes no longer for anybody.
         """
+        if self.host is not None and sequence.reuses:
+            self.host.recall(sequence.known[: sequence.n_tokens - 1], sequence.adapters)
         match = self.cache.match(sequence)
         if not sequence.reuses or self.executor.recurrent:
             return match

@@ -22,8 +22,6 @@ _SNAPSHOTS = "no model family that needs snapshots of its state is served yet"
 PENDING: dict[str, str] = {
     **dict.fromkeys(_SPEC_FLAGS, _SPECULATION),
     **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
-    "--cache-idle-slots": "prompts of idle slots always stay in the tree, and leave it when their cells are needed",
-    "--cache-ram": "prompts are kept in the KV cells (-c) only, not in further host memory",
     "--kv-offload": "the KV of a layer always lives where the layer runs",
     "--op-offload": "prompts use the GPU for experts in host memory wherever that is predicted to be faster",
     "--lazy-mode": "files are mapped, so rows of large tables are read when they are needed, in every mode",

@@ -14,7 +14,7 @@ its own root, while pages and the order of eviction are common.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,6 +86,8 @@ class RadixTree:
         """Space -> root. The empty one, of the model alone, is always there."""
         self.n_nodes = 0
         self.evicted_pages = 0
+        self.on_evict: Callable[[Hashable, I32, int, list[int]], None] | None = None
+        """Called with (space, tokens of the path, index of the first page, pages) before whole pages are freed."""
         self.version = 0
         """Changes whenever a node may have become evictable."""
         self._clock = 0
@@ -265,6 +267,8 @@ class RadixTree:
 
     def _trim(self, leaf: Node, n_pages: int) -> int:
         """Cut pages off the end of `leaf` until `n_pages` were freed or nothing is left of it."""
+        if self.on_evict is not None:
+            self._announce(leaf, n_pages)
         freed = 0
         while leaf.pages and freed < n_pages:
             freed += self.pool.release([leaf.pages.pop()])
@@ -277,6 +281,25 @@ class RadixTree:
             self._drop_snapshots(leaf, end)
         self._offer(leaf)
         return freed
+
+    def _announce(self, leaf: Node, n_pages: int) -> None:
+        """Tell `on_evict` of the whole pages that `_trim` is about to free."""
+        assert self.on_evict is not None
+        base = leaf.start // PAGE
+        keep, freed = len(leaf.pages), 0
+        while keep and freed < n_pages:
+            keep -= 1
+            freed += self.pool.refs(leaf.pages[keep]) == 1
+        whole = leaf.end // PAGE - base
+        pages = leaf.pages[keep:whole]
+        if not pages:
+            return
+        path, node = [], leaf
+        while node.parent is not None:
+            path.append(node.tokens)
+            node = node.parent
+        space = next(key for key, root in self.roots.items() if root is node)
+        self.on_evict(space, np.concatenate(path[::-1]), base + keep, pages)
 
     def _remove(self, leaf: Node) -> int:
         """Take an unlocked leaf out of the tree; returns how many pages became free."""

@@ -220,3 +220,27 @@ def test_priority_and_json_logs() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_prompts_that_left_the_cells_come_back_from_host_memory() -> None:
+    """`--cache-ram`: two conversations that do not fit together take turns without being evaluated again."""
+    prompts = [[1, *(300 + (start + i) % 150 for i in range(330))] for start in (0, 70)] * 2
+    flags = ["-c", "512", "-np", "2", "-kvu", "-t", "1", "--metrics"]
+    greedy = {"n_predict": 6, "temperature": 0}
+
+    def turns(*more: str) -> tuple[list[int], list[str], str]:
+        with our_server(resolve_stories(), [*flags, *more]) as url, httpx.Client(base_url=url, timeout=60) as http:
+            done = [http.post("/completion", json={"prompt": p, **greedy}).json() for p in prompts]
+            return [d["timings"]["cache_n"] for d in done], [d["content"] for d in done], http.get("/metrics").text
+
+    cached, texts, metrics = turns()
+    assert cached[:2] == [0, 1]  # the first token
+    assert min(cached[2:]) >= 320
+    assert texts[:2] == texts[2:]
+    recalled = next(line for line in metrics.splitlines() if line.startswith("ftgguf_host_recalled_pages_total"))
+    assert int(recalled.split()[1]) >= 5
+    for off in (("-cram", "0"), ("--no-cache-idle-slots",)):
+        cached, again, metrics = turns(*off)
+        assert max(cached) < 320
+        assert again == texts
+        assert "ftgguf_host_recalled" not in metrics

@@ -74,7 +74,7 @@ FLAGS: tuple[Flag, ...] = (
           group="server", tier="B", note="prefixes are reused through the radix tree; shifted chunks are not",
           help="shortest chunk to reuse at another position, 0 for never"),
     value("-cram", "--cache-ram", hint="N", parse=v.whole(-1), to="context.cache_ram", env=_ENV + "CACHE_RAM",
-          group="server", help="MiB of host memory for prompts kept for reuse, -1 for no limit, 0 for none"),
+          group="server", help="MiB of host memory for prompts kept for reuse beyond the KV cells, -1 for no limit, 0 for none"),
     switch("--cache-idle-slots", no=("--no-cache-idle-slots",), to="context.cache_idle_slots",
            env=_ENV + "CACHE_IDLE_SLOTS", group="server", tier="B", tier_off="B",
            note="idle prompts stay in the radix tree and move to host memory when their cells are needed",
