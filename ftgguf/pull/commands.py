@@ -229,7 +229,7 @@ def cp(argv: Sequence[str]) -> int:
 
 def create(argv: Sequence[str]) -> int:
     """`create NAME -f Modelfile`."""
-    parser = _parser("create", "Make a model from a Modelfile: FROM, PARAMETER, SYSTEM, TEMPLATE, MESSAGE, LICENSE.")
+    parser = _parser("create", "Make a model from a Modelfile: FROM, ADAPTER, PARAMETER, SYSTEM, TEMPLATE, LICENSE ...")
     parser.add_argument("name")
     parser.add_argument("-f", "--file", default="Modelfile", metavar="FILE", help="the Modelfile")
     _network(parser)

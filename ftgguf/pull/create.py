@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
-from ftgguf.gguf import GGUFError
+from ftgguf.gguf import GGUFError, open_gguf
 from ftgguf.pull.digest import Digest
 from ftgguf.pull.disk import check_space, disk_error
 from ftgguf.pull.errors import NameResolutionError, NotFound, PullError
@@ -21,6 +22,7 @@ from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.pull.resolve import fetch, locate, meaning
 from ftgguf.pull.session import Event, Session
 from ftgguf.pull.store import Entry
+from ftgguf.quoting import shown
 
 _COPY = 1 << 22
 _REPLACED = {"params": "params", "system": "system", "template": "template", "messages": "messages"}
@@ -32,10 +34,9 @@ def create(session: Session, target: StoredName, modelfile: Modelfile, folder: P
     Without a folder FROM is never a path: a name, or the digest of a blob, as it may come over the network.
     Parameters add to those of the model it is made from; texts replace them. Raises PullError, NameResolutionError.
     """
-    if modelfile.adapters:
-        raise NameResolutionError("ADAPTER is not supported in create: merge the LoRA into the GGUF first")
     session.report(Event("gathering model components"))
     layers, config = _base(session, modelfile.source, folder)
+    layers += [_adapter(session, text, folder, layers) for text in modelfile.adapters]
     texts = _texts(session, modelfile, layers)
     replaced = {kind for kind in _REPLACED if kind in texts}
     layers = [layer for layer in layers if layer.kind not in replaced]
@@ -79,6 +80,43 @@ def _from_file(session: Session, path: Path) -> list[Layer]:
     except GGUFError as error:
         raise NameResolutionError(f"FROM {path.name}: {error.message}") from None
     return [_copied(session, shard, shard.name if len(shards) > 1 else "") for shard in shards]
+
+
+def _adapter(session: Session, text: str, folder: Path | None, layers: list[Layer]) -> Layer:
+    """ADAPTER's file in the store, after a look at whether it is one for this model; its tensors are checked when it is
+    loaded. Without a folder it is the digest of a blob. Raises PullError, NameResolutionError."""
+    path = _adapter_file(session, text, folder)
+    weights = next(layer for layer in layers if layer.kind == "model")
+    base = session.store.find_blob(weights.digest, weights.size)
+    try:
+        with open_gguf(path) as adapter:
+            if adapter.get("general.type") != "adapter" or adapter.get("adapter.type") != "lora":
+                raise NameResolutionError(f"ADAPTER {text}: not a LoRA adapter, its general.type is not 'adapter'")
+            if base is not None and not weights.name:
+                with open_model(base) as model:
+                    if adapter.architecture != model.architecture:
+                        raise NameResolutionError(
+                            f"ADAPTER {text}: it was made for architecture {shown(adapter.architecture)}, the model is "
+                            f"{shown(model.architecture)}"
+                        )
+    except GGUFError as error:
+        raise NameResolutionError(f"ADAPTER {text}: {error.message}") from None
+    return replace(_copied(session, path, ""), kind="adapter")
+
+
+def _adapter_file(session: Session, text: str, folder: Path | None) -> Path:
+    if folder is None:
+        name = parse(text)
+        found = session.store.find_blob(name.digest) if isinstance(name, BlobName) else None
+        if found is None:
+            raise NotFound(f"ADAPTER {shown(text)}: no such blob here: send it to /api/blobs first")
+        return found
+    path = folder / Path(text).expanduser()
+    if path.is_dir() or path.suffix in (".safetensors", ".bin"):
+        raise NameResolutionError(f"ADAPTER {text}: only GGUF adapters are read: convert it (convert_lora_to_gguf.py)")
+    if not path.is_file():
+        raise NotFound(f"ADAPTER {text}: no such file")
+    return path
 
 
 def _copied(session: Session, path: Path, name: str) -> Layer:

@@ -4,13 +4,14 @@ mean in our configuration."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ftgguf.chat.builtin import BUILTIN
-from ftgguf.flags.config import ServerConfig
-from ftgguf.pull.errors import BadAnswer
+from ftgguf.flags.config import LoraAdapter, ServerConfig
+from ftgguf.pull.errors import BadAnswer, NotFound
 from ftgguf.pull.manifest import MAX_TEXT_LAYER, Config
 from ftgguf.pull.store import Entry, Store
 
@@ -53,6 +54,8 @@ class Extras:
     messages: list[dict[str, str]]
     licenses: tuple[str, ...]
     config: Config
+    adapters: tuple[Path, ...] = ()
+    """LoRA files that belong to the model and are applied with scale 1."""
 
 
 NO_EXTRAS = Extras({}, "", "", [], (), Config())
@@ -72,7 +75,31 @@ def read_extras(store: Store, entry: Entry) -> Extras:
         raise BadAnswer(f"a layer of {entry.name} cannot be read ({error}): pull it again") from None
     last = {kind: values[-1] for kind, values in texts.items()}
     licenses = tuple(texts.get("license", ()))
-    return Extras(params, last.get("template", ""), last.get("system", ""), messages, licenses, store.config(entry))
+    told = store.config(entry)
+    return Extras(
+        params, last.get("template", ""), last.get("system", ""), messages, licenses, told, _adapters(store, entry)
+    )
+
+
+def _adapters(store: Store, entry: Entry) -> tuple[Path, ...]:
+    """Where the model's adapters lie. Raises NotFound: without one it would be another model."""
+    found = [store.find_blob(layer.digest, layer.size) for layer in entry.manifest.of_kind("adapter")]
+    if None in found:
+        raise NotFound(f"an adapter of {entry.name} is no longer on this disk: pull it again")
+    return tuple(path for path in found if path is not None)
+
+
+def apply_adapters(config: ServerConfig, adapters: tuple[Path, ...], name: str) -> ServerConfig:
+    """`config` with the model's own adapters before those of `--lora`."""
+    if not adapters:
+        return config
+    own = tuple(LoraAdapter(str(path)) for path in adapters)
+    what = "a LoRA adapter" if len(own) == 1 else f"{len(own)} LoRA adapters"
+    return replace(
+        config,
+        model=replace(config.model, lora=(*own, *config.model.lora)),
+        reasons=(*config.reasons, f"model.lora: {what} of {name}"),
+    )
 
 
 def apply_params(config: ServerConfig, params: dict[str, Any], name: str) -> ServerConfig:

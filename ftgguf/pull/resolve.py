@@ -17,7 +17,7 @@ from ftgguf.pull.client import NetOptions
 from ftgguf.pull.demo import NEEDED_BYTES, DemoError, resolve_demo, resolve_stories
 from ftgguf.pull.errors import NameResolutionError, NotFound, Offline, PullError, Unreachable
 from ftgguf.pull.hub import local_hub, pull_hub
-from ftgguf.pull.layers import NO_EXTRAS, Extras, apply_params, apply_template, read_extras
+from ftgguf.pull.layers import NO_EXTRAS, Extras, apply_adapters, apply_params, apply_template, read_extras
 from ftgguf.pull.names import (
     BlobName,
     BuiltinName,
@@ -108,7 +108,7 @@ def resolve_served(
 
 def _with_extras(config: ServerConfig, extras: Extras, name: str) -> ServerConfig:
     """What came with a registry model, where it has a place in the configuration; the rest is said."""
-    config = apply_params(config, extras.params, name)
+    config = apply_adapters(apply_params(config, extras.params, name), extras.adapters, name)
     if extras.template or extras.config.renderer:
         with open_gguf(config.model.path) as gguf:
             has_jinja = "tokenizer.chat_template" in gguf.metadata

@@ -284,6 +284,8 @@ def show_text(description: Description) -> str:
     sections.append(("Capabilities", [(name,) for name in description.capabilities]))
     template = "the GGUF's Jinja" if description.has_template else "a Go template" if extras.template else "none"
     sections.append(("Template", [(template,)]))
+    if extras.adapters:
+        sections.append(("Adapters", [("LoRA", human(path.stat().st_size)) for path in extras.adapters]))
     if extras.params:
         pairs = [tuple(line.split(" ", 1)) for line in parameter_lines(extras.params)]
         sections.append(("Parameters", pairs))

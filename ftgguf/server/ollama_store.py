@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -286,7 +287,7 @@ def creation(body: dict[str, Any], name: str) -> tuple[StoredName, Modelfile]:
         source = next(iter(files.values()))
     if not isinstance(source, str) or not source:
         raise InvalidRequest("from (a model's name) or files (a name and the digest of a blob) must be given")
-    for unsupported in ("adapters", "quantize", "modelfile"):
+    for unsupported in ("quantize", "modelfile"):
         if body.get(unsupported):
             raise InvalidRequest(f"{unsupported} is not supported here")
     try:
@@ -296,6 +297,9 @@ def creation(body: dict[str, Any], name: str) -> tuple[StoredName, Modelfile]:
     made = not isinstance(base, BuiltinName) or any(model.name == base.name for model in builtin_models())
     if not made or not isinstance(base, OllamaName | HubName | BlobName | BuiltinName):
         raise InvalidRequest(f"'{source[:200]}' is no model here and none in a registry")
+    adapters = list(lenient(body, "adapters", {}).values())
+    if not all(isinstance(each, str) and re.fullmatch(r"sha256[:-][0-9a-f]{64}", each) for each in adapters):
+        raise InvalidRequest("adapters: names and the digests of blobs that were sent before")
     licenses = body.get("license") or []
     modelfile = Modelfile(
         source=source,
@@ -303,6 +307,7 @@ def creation(body: dict[str, Any], name: str) -> tuple[StoredName, Modelfile]:
         system=lenient(body, "system", "") or None,
         template=lenient(body, "template", "") or None,
         messages=lenient(body, "messages", []),
+        adapters=adapters,
         licenses=[licenses] if isinstance(licenses, str) else [str(each) for each in licenses],
     )
     return target, modelfile

@@ -16,6 +16,7 @@ from ftgguf.chat.request import ChatPlanner
 from ftgguf.engine import messages as m
 from ftgguf.engine.engine import Engine
 from ftgguf.flags.config import ServerConfig
+from ftgguf.server.adapters import Adapters
 from ftgguf.vocab import Vocab
 
 
@@ -48,6 +49,8 @@ class Session:
         self.vocab = vocab
         self.planner = planner
         self.config = config
+        self.adapters = Adapters(config.model).of_request({})
+        """The scale of each --lora file."""
         self._ids = 0
 
     def answer(self, messages: list[dict[str, Any]], show: Show) -> Answer:
@@ -67,6 +70,7 @@ class Session:
                 max_tokens=self.config.context.n_predict,
                 stop=self.config.chat.reverse_prompt,
                 special=self.config.chat.special,
+                adapters=self.adapters,
             )
         )
         answer = Answer()
