@@ -25,6 +25,7 @@ USAGE = """usage: ftgguf COMMAND ...
   create  a model from a Modelfile                              ftgguf create mine -f Modelfile
   bench   speed of a model here, also against llama.cpp         ftgguf bench -m model.gguf --against llama.cpp
   proxy   compare two servers on a client's real traffic        ftgguf proxy --a URL --b URL
+  ctl     the expert cache of a running server                  ftgguf ctl cache status
   doctor  what this machine has, and what will not work
   plan    where each part of a model would go                   ftgguf plan model.gguf
   completion    a script that completes commands and models     source <(ftgguf completion bash)
@@ -42,6 +43,7 @@ COMMANDS = {
     "complete": "ftgguf.terminal.completion:answer",
     "bench": "ftgguf.bench.main:main",
     "proxy": "ftgguf.proxy.main:main",
+    "ctl": "ftgguf.ctl:main",
     "doctor": "ftgguf.engine.doctor:main",
     "plan": "ftgguf.engine.plan:main",
 }

@@ -139,7 +139,7 @@ class Elastic:
         if pages >= pool.usable:
             return False
         if not self._clear_from(pages):
-            self._refuse(f"running requests hold pages beyond {pages}")
+            self.refused = f"running requests hold pages beyond {pages}"  # until they end
             return False
         pool.limit(pages)
         self.executor.resize_cells(pages * PAGE)

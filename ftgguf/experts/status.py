@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ftgguf.experts.control import Arm
 from ftgguf.experts.residency import Stat
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
             "cpu": int(total[Stat.CPU]),
             "hit_rate": store.hit_rate(),
         },
-        "fill": {"bytes": fill_bytes},
+        "fill": {
+            "bytes": fill_bytes,
+            "seconds": store.fill_seconds,
+            "bytes_per_second": store.fill_bytes_timed / store.fill_seconds if store.fill_seconds else 0.0,
+        },
         "cpu": {
             "bytes": cpu_bytes,
             "seconds": cpu_ns * 1e-9,
@@ -56,6 +61,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
         },
         "split": store.controller.status(),
         "costs": store.costs.source,
+        "fallbacks": fallbacks(store),
         "bank": {
             "bytes": bank.bytes,
             "pinned_bytes": bank.pinned,
@@ -65,6 +71,17 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
         "rebuilds": store.rebuilds,
         "slabs_moved": store.slabs_moved,
         "error": store.mail.error(),
+    }
+
+
+def fallbacks(store: CachedStore) -> dict[str, int]:
+    """What does not go as it was meant to, by name: counts since start, or how many layers it concerns."""
+    return {
+        "unpinned_layers": sum(1 for ok in store.bank.pinned.values() if not ok),
+        "prefill_without_ring": 0 if store.ring.buffers else 1,
+        "guessed_bandwidths": 0 if store.costs.measured else 1,
+        "split_gave_way": store.controller.switches,
+        "watchdog": 1 if store.mail.error() else 0,
     }
 
 
@@ -81,6 +98,14 @@ def metrics(store: CachedStore) -> dict[str, float]:
         "expert_fill_bytes_total": s["fill"]["bytes"],
         "expert_cpu_bytes_total": s["cpu"]["bytes"],
         "expert_cpu_seconds_total": s["cpu"]["seconds"],
+        "expert_fill_seconds_total": s["fill"]["seconds"],
+        "expert_fill_bytes_per_second": s["fill"]["bytes_per_second"],
+        "expert_cpu_bytes_per_second": s["cpu"]["bytes_per_second"],
+        "expert_hit_rate": e["hit_rate"],
+        "expert_mode": list(Arm).index(store.controller.arm),
+        "expert_trial_steps_total": s["split"]["trial_steps"],
+        **{f"expert_phi_{kind}": phi for kind, phi in s["split"]["phi"].items()},
+        **{f"expert_fallback_{name}": n for name, n in s["fallbacks"].items()},
         "expert_prefill_copied_bytes_total": p["copied_bytes"],
         "expert_prefill_cpu_total": p["cpu_experts"],
         "expert_slots": s["slots"],

@@ -102,6 +102,8 @@ class CachedStore(ExpertStore):
         self._step_started = 0.0
         self._steps = 0
         self._mixed = False
+        self.fill_seconds = 0.0
+        self.fill_bytes_timed = 0.0
         self._forced: tuple[int, int] | None = None
         self._written: dict[tuple[str, int], tuple[tuple[int, int], int]] = {}
         """What `_write_split` made the device's split from."""
@@ -275,6 +277,9 @@ class CachedStore(ExpertStore):
         if rows > self.decode_rows:
             return
         if sample is not None and not mixed:
+            for path in sample.paths.values():
+                self.fill_seconds += path.fill_seconds
+                self.fill_bytes_timed += path.fill_bytes
             self.controller.record(sample)
             self._write_split()
         self._steps += 1

@@ -125,8 +125,8 @@ class Numbers(Cells):
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5 * PAGE), st.booleans(), st.booleans()), max_size=25))
 def test_the_tree_keeps_its_cells_through_every_move(steps: list[tuple[int, int, bool, bool]]) -> None:
-    """Prompts of six sessions of any length, kept or not, some held by a running request, some after an idle minute: what
-    the tree says it holds is in the cells, the sums of bytes stay, and a request is refused only where KV cannot grow."""
+    """Prompts of six sessions of any length, kept or not, some held by a running request, some after an idle minute:
+    what the tree says it holds is in the cells, sums of bytes stay, a request is refused only where KV cannot grow."""
     granule, boundary.GRANULE = boundary.GRANULE, PAGE
     try:
         now, fake = [0.0], Numbers(12 * PAGE, 2 * PAGE)
