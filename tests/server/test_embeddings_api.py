@@ -160,6 +160,18 @@ def test_vectors_are_the_engines(folder: Path, mean: httpx.Client) -> None:
     assert again["embedding"] == found.tolist()
 
 
+def test_openais_client(mean: httpx.Client) -> None:
+    """The client asks for base64 unless told otherwise, and hands out floats either way."""
+    openai = pytest.importorskip("openai", reason="the public clients are optional test dependencies")
+    client = openai.OpenAI(base_url=f"{mean.base_url}/v1", api_key="none")
+    packed = client.embeddings.create(model="m", input=["hello", "world"])
+    plain = client.embeddings.create(model="m", input=["hello", "world"], encoding_format="float")
+    assert [each.index for each in packed.data] == [0, 1]
+    assert packed.usage.prompt_tokens == plain.usage.total_tokens > 0
+    for one, other in zip(packed.data, plain.data, strict=True):
+        np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-2)
+
+
 def test_longer_than_the_physical_batch(folder: Path) -> None:
     """llama-server refuses these with 500 (`increase the physical batch size`); ours pools them batch by batch."""
     with our_server(folder / "mean.gguf", [*BASE, "--embeddings", "-ub", "32"]) as url:
