@@ -40,7 +40,7 @@ def _turns(report: Report) -> Section | None:
             numbers = sorted({t.turn for t in turns})
             points = [(float(n), mean([t.ttft_ms for t in turns if t.turn == n])) for n in numbers]
             lines.append(Line(c.name, points))
-        plots.append(Plot(session, "turn", "ms to the first token", lines))
+        plots.append(Plot(session, "turn", "TTFT ms", lines))
     text = "How long a user waits for an answer to begin, turn by turn; lower is better. The mean over the rounds."
     return Section("Time to the first token by turn", text, plots)
 

@@ -17,17 +17,25 @@ Cell = str | tuple[str, tuple[str, ...]]
 MANY_ROWS = 40
 """Tables with more rows are folded."""
 
-_LEGEND = """<p>The same work was given to each side in rounds in which the sides took turns, on the same machine and
-file. <b>A ratio above 1 means ftgguf is better</b>: speeds are divided, times inverted (of the median for the time to
-the first token, TTFT; of the 99th percentile for gaps between tokens, since a user feels the longest). The brackets
-hold a 95 % bootstrap interval over the rounds: where it lies wholly above 1 ftgguf is better, wholly below 1 it is
-worse, and where it holds 1 this measurement cannot tell the two apart. Nothing is left out because it was lost.</p>"""
+_LEGEND = """<b>A ratio above 1 means ftgguf is better</b>: speeds are divided, times inverted (of the median where
+percentiles are shown, as for the time to the first token, TTFT; of the 99th percentile for gaps between tokens, since a
+user feels the longest). The brackets hold a 95 % bootstrap interval over the samples: where it lies wholly above 1
+ftgguf is better, wholly below 1 it is worse, and where it holds 1 this measurement cannot tell the two apart. Nothing
+is left out because it was lost."""
+_HOW = {
+    "against": "The same work was given to each side in rounds in which the sides took turns, on the same machine.",
+    "trace": "The same agent sessions were replayed against each side, in rounds in which the sides took turns.",
+    "proxy": "A client's own requests went to the two servers, with its own sampling, at the times when it sent them.",
+}
+"""By the first word of the report's kind."""
 
 
 def page(report: Report) -> str:
     """The page."""
-    parts = [_title(report), _verdict(report), _ratio_plots(report), _rows(report), _tables(report)]
-    parts += [_plots(report), _turns(report), _outputs(report), _sides(report), _facts(report), _notes(report)]
+    parts = [_title(report), _verdict(report), _ratio_plots(report), _rows(report)]
+    # what compares no sides has its answer in the plots
+    parts += [_tables(report), _plots(report)] if report.rows else [_plots(report), _tables(report)]
+    parts += [_turns(report), _outputs(report), _sides(report), _facts(report), _notes(report)]
     body = "\n".join(part for part in parts if part)
     title = escape(_name(report))
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
@@ -37,15 +45,12 @@ def page(report: Report) -> str:
 _NAMES = {
     "bw": "ftgguf bench bw: how fast experts reach the GPU and the CPU",
     "cache": "ftgguf bench cache: which experts to keep",
-    "trace": "ftgguf: agent sessions replayed",
     "proxy": "ftgguf proxy: two servers on real traffic",
 }
 
 
 def _name(report: Report) -> str:
-    if report.kind in _NAMES:
-        return _NAMES[report.kind]
-    return f"ftgguf {report.kind}" if report.kind.startswith("against") else f"ftgguf bench: {report.kind}"
+    return _NAMES.get(report.kind) or "ftgguf " + report.kind.replace("trace", "on agent sessions", 1)
 
 
 def _title(report: Report) -> str:
@@ -65,16 +70,16 @@ def _verdict(report: Report) -> str:
     if report.interrupted:
         parts.append(_call("Interrupted: what was measured until then is shown.", wrong=True))
     parts += [_call(f"{t.text} (exit status {t.status})", wrong=True) for t in report.troubles]
-    if not report.quiet:
-        text = f"The machine was busy with other work ({report.host['other load']}): intervals do not cover that."
-        parts.append(_call(text))
+    if not report.quiet and report.kind != "cache":  # a replay of a trace takes no times
+        meaning = "intervals do not cover that" if report.peers else "the figures may be too low"
+        parts.append(_call(f"The machine was busy with other work ({report.host['other load']}): {meaning}."))
     best = table.best_ratios(report)
     if best:
         parts.append('<div class="tiles">' + "".join(_tile(row, peer, ratio) for row, peer, ratio in best) + "</div>")
         if len(report.peers) > 1:
             parts.append('<p class="faint">Each against the best of the peers at that work.</p>')
     if report.ours is not None and report.peers:
-        parts.append(_LEGEND)
+        parts.append(f"<p>{_HOW.get(report.kind.split()[0], '')} {_LEGEND}</p>")
     return "".join(parts)
 
 

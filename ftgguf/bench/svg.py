@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ftgguf.bench.report import Line, Plot
+from ftgguf.bench.report import Plot
 
 COLOURS = ("--ours", "--b", "--c", "--d", "--e", "--f")
 """Variables of the page's style, in the order of the lines."""
@@ -130,12 +130,13 @@ def _frame(plot: Plot, area: _Area) -> list[str]:
     return body
 
 
-def _legend(lines: Sequence[Line], area: _Area) -> list[str]:
+def _legend(plot: Plot, area: _Area) -> list[str]:
     """Labels above the plot, from the right, clear of the y axis' name; squeezed where they are many."""
+    lines = plot.lines
     if len(lines) < 2:
         return []
     widths = [24 + 6.8 * len(line.label) for line in lines]
-    at = max(90.0, area.right - sum(widths))
+    at = max(16 + 6.6 * len(plot.y_name), area.right - sum(widths))
     squeeze = min(1.0, (area.right - at) / sum(widths))
     body = []
     for i, (line, width) in enumerate(zip(lines, widths, strict=True)):
@@ -169,7 +170,7 @@ def _lines(plot: Plot, area: _Area) -> str:
             body.append(f'<polyline points="{path}" fill="none" stroke="var({_colour(i)})" stroke-width="2"/>')
             if marked or len(stroke) == 1:
                 body += [f'<circle cx="{a}" cy="{b}" r="2.6" fill="var({_colour(i)})"/>' for a, b in places]
-    return area.svg(plot.title, [*body, *_legend(plot.lines, area)])
+    return area.svg(plot.title, [*body, *_legend(plot, area)])
 
 
 def _x_ticks(plot: Plot, x0: float, x1: float, most: int) -> list[float]:
@@ -207,4 +208,4 @@ def _bars(plot: Plot, area: _Area) -> str:
             place = f'x="{left + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}" height="{max(0.0, area.lower - y):.1f}"'
             body.append(f'<rect {place} fill="var({_colour(k)})"/>')
             body.append(_text(left + width / 2, y - 4, _number(value), "middle"))
-    return area.svg(plot.title, [*body, *_legend(plot.lines, area)])
+    return area.svg(plot.title, [*body, *_legend(plot, area)])

@@ -100,7 +100,8 @@ def rows_table(report: Report) -> str:
         if compared:
             line += [ratio_cell(report.ratio(row, p)) for p in report.peers]
         lines.append(line)
-    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of p50 for TTFT, of p99 for gaps)\n"
+    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of p50 where percentiles are shown, "
+    note += "of p99 for gaps)\n"
     return table(columns, lines, left=("workload", "metric")) + (note if compared else "")
 
 

@@ -170,7 +170,7 @@ class Replay:
             row = self.report.row(f"turns: {turn.kind}", metric, higher_is_better=False, quantiles=True)
             row.samples.setdefault(turn.contestant, []).append(value)
         if answer.decode_rate:
-            row = self.report.row("turns: decode", "tok/s")
+            row = self.report.row("turns: decode", "tok/s", quantiles=True)
             row.samples.setdefault(turn.contestant, []).append(answer.decode_rate)
 
 

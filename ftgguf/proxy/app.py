@@ -65,6 +65,8 @@ class Proxy:
     at_once: bool = False
     timeout: float = 600.0
     changed: Callable[[], None] = lambda: None
+    in_flight: int = 0
+    """Measured answers under way, of A and of B."""
     client: httpx.AsyncClient = field(init=False)
     _queue: asyncio.Queue[tuple[Asked, str, list[tuple[str, str]], bytes]] = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -106,9 +108,11 @@ class Proxy:
         """Answer from `side`, untouched; metered where `asked`."""
         started = time.perf_counter()
         meter = Meter()
+        self.in_flight += asked is not None
 
         def done(error: str = "") -> None:
             if asked is not None:
+                self.in_flight -= 1
                 meter.end(time.perf_counter() - started)
                 self.ledger.answered(asked, side.contestant, meter, time.perf_counter() - started, error)
                 if self.mode == "mirror" and not self.at_once:
@@ -153,6 +157,7 @@ class Proxy:
         """The same request to B; its answer is measured and dropped."""
         started = time.perf_counter()
         meter, error = Meter(), ""
+        self.in_flight += 1
         outgoing = self.client.build_request("POST", self.b.url + target, headers=self.b.headers(headers), content=body)
         try:
             reply = await self.client.send(outgoing, stream=True)
@@ -167,6 +172,8 @@ class Proxy:
                 error = meter.error or f"status {reply.status_code}"
         except httpx.HTTPError as broken:
             error = _why(broken)
+        finally:
+            self.in_flight -= 1
         meter.end(time.perf_counter() - started)
         self.ledger.answered(asked, self.b.contestant, meter, time.perf_counter() - started, error)
         self.changed()

@@ -102,7 +102,7 @@ class Ledger:
             row.samples.setdefault(side.name, []).append(value)
         if meter.n_gen > 1 and meter.last > meter.first:
             rate = (meter.n_gen - 1) / (meter.last - meter.first)
-            self.report.row("requests", "tok/s").samples.setdefault(side.name, []).append(rate)
+            self.report.row("requests", "tok/s", quantiles=True).samples.setdefault(side.name, []).append(rate)
 
     def _compare(self, asked: Asked, side: Contestant, text: str) -> None:
         """Texts of greedy requests that both sides answered."""

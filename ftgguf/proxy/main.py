@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import uvicorn
@@ -15,14 +16,17 @@ import uvicorn
 from ftgguf.bench import host
 from ftgguf.bench.cache_watch import CacheWatch
 from ftgguf.bench.client import Target
+from ftgguf.bench.identity import figures
 from ftgguf.bench.publish import add_output_flags, publish, save
 from ftgguf.bench.recording import command_line
-from ftgguf.bench.report import Contestant, Report
+from ftgguf.bench.report import NOT_COMPARABLE, Contestant, Report
 from ftgguf.proxy.app import Proxy, Side
 from ftgguf.proxy.ledger import Ledger, say
 
-SAVE_S = 2.0
-"""Seconds between two writings of the report while requests come in."""
+SAVE_S = 1.0
+"""Seconds from a measured answer to the writing of the report, if nothing is under way then."""
+PATIENCE_S = 30.0
+"""And at most."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,6 +47,7 @@ def main(argv: list[str]) -> int:
     if a.contestant.ours or not b.contestant.ours:
         a.contestant.ours, b.contestant.ours = True, False
     report.contestants = [a.contestant, b.contestant]
+    _same_model(report, a, b)
     how = "" if options.mode == "split" else ", at once" if options.at_once else ", B after A"
     report.settings = {
         "mode": options.mode + how,
@@ -51,8 +56,8 @@ def main(argv: list[str]) -> int:
         "prefix cache": "as each server keeps it",
     }
     ledger = Ledger(report, a.contestant, b.contestant)
-    saver = _Saver(ledger, options.report, options.html)
-    proxy = Proxy(a, b, ledger, options.mode, options.at_once, options.timeout, saver.changed)
+    proxy = Proxy(a, b, ledger, options.mode, options.at_once, options.timeout)
+    proxy.changed = _Saver(ledger, options.report, options.html, lambda: not proxy.in_flight).changed
     say(f"listening on http://{options.host}:{options.port}: {options.mode} of A {a.url} and B {b.url}; Ctrl-C ends")
     settings = uvicorn.Config(
         proxy.app(),
@@ -109,6 +114,18 @@ def _side(url: str, letter: str, api_key: str, *, first: bool) -> Side:
     return Side(url, side, api_key, keeps_credentials=first)
 
 
+def _same_model(report: Report, a: Side, b: Side) -> None:
+    """Servers of different models are compared all the same, and the report and the exit status say so."""
+    own, other = (figures(Target(s.url, "native", api_key=s.api_key)) for s in (a, b))
+    known = [k for k in own if k in other]
+    for k in known:
+        if own[k] != other[k]:
+            text = f"the models differ: {k} is {own[k]} at A and {other[k]} at B"
+            report.trouble(NOT_COMPARABLE, text)
+    if not known:
+        report.notes.append("whether both serve the same model cannot be known")
+
+
 class _Server(uvicorn.Server):
     """uvicorn that ends on a signal without raising it again: the report is still to be printed."""
 
@@ -123,22 +140,33 @@ class _Server(uvicorn.Server):
 
 
 class _Saver:
-    """Writes the report's files, at most every SAVE_S seconds, whole or not at all."""
+    """Writes the report's files, whole or not at all, a little after something was measured: while no answer is under
+    way, since drawing the page would hold it up, but not later than PATIENCE_S."""
 
-    def __init__(self, ledger: Ledger, report: str, page: str) -> None:
+    def __init__(self, ledger: Ledger, report: str, page: str, idle: Callable[[], bool]) -> None:
         self._ledger = ledger
         self._files = {"report_file": report, "page": page}
-        self._last = 0.0
+        self._idle = idle
+        self._since = -1.0
 
     def changed(self) -> None:
-        """Something was measured."""
-        if time.monotonic() - self._last >= SAVE_S:
-            self.save()
+        """Something was measured. In the event loop."""
+        if self._since < 0 and any(self._files.values()):
+            self._since = time.monotonic()
+            self._later()
 
-    def save(self) -> None:
-        """Write now."""
-        self._last = time.monotonic()
-        save(self._ledger.finish(), **self._files)
+    def _later(self) -> None:
+        asyncio.get_running_loop().call_later(SAVE_S, self._tick)
+
+    def _tick(self) -> None:
+        if not self._idle() and time.monotonic() - self._since < PATIENCE_S:
+            self._later()
+            return
+        self._since = -1.0
+        try:
+            save(self._ledger.finish(), **self._files)
+        except OSError as error:
+            say(f"the report could not be written: {error}")
 
 
 if __name__ == "__main__":

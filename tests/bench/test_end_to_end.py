@@ -103,7 +103,7 @@ def test_against_llama_cpp_in_process(tmp_path: Path) -> None:
 
 
 def test_against_a_llama_server_on_path(tmp_path: Path, llama_server: str) -> None:
-    """Every workload over HTTP. It is built for AVX2: where our kernels use more no ratio is given, and that is said."""
+    """Every workload over HTTP. It is built for AVX2: where ours use more no ratio is given, and that is said."""
     saved, page = tmp_path / "r.json", tmp_path / "r.html"
     words = [*SMALL, "--against", "llama.cpp", "-r", "1", "-d", "256", "--report", str(saved), "--html", str(page)]
     done = ran(*words, path=llama_server)
