@@ -54,6 +54,8 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
         def do_GET(self) -> None:
             if self.path == "/props" and not script.native:
                 self._json({"error": "no"}, 404)
+            elif self.path.startswith("/html/"):
+                self._raw(b"<html>hello</html>", 200)
             elif self.path == "/v1/models":
                 self._json({"data": [{"id": "stub", "meta": script.meta}]})
             else:
@@ -80,7 +82,9 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
                 self.close_connection = True
 
         def _json(self, document: dict[str, Any], status: int = 200) -> None:
-            data = json.dumps(document).encode()
+            self._raw(json.dumps(document).encode(), status)
+
+        def _raw(self, data: bytes, status: int) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
