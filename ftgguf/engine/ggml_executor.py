@@ -11,6 +11,7 @@ from ftgguf import _ggml_cpu as native
 from ftgguf.engine.executor import NotSupported
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.lora import AdapterWeights, Delta
+from ftgguf.experts.trace import RoutingTrace
 from ftgguf.gguf.types import TensorType
 from ftgguf.layers.block import segment
 from ftgguf.layers.params import Decoder, Moe
@@ -31,8 +32,11 @@ instead of logits, scales of the adapters."""
 class _Pass:
     """One graph with its inputs."""
 
-    def __init__(self, graph: Any, inputs: Inputs, output: Any | None, hidden: Any | None) -> None:
+    def __init__(
+        self, graph: Any, inputs: Inputs, output: Any | None, hidden: Any | None, routes: list[tuple[Any, Any]]
+    ) -> None:
         self.graph = graph
+        self.routes = routes
         self.inputs = inputs
         self.output = output
         self.hidden = hidden
@@ -74,6 +78,8 @@ class GgmlExecutor:
         self.cells = native.Cells(source.backend, rows, types, self.n_cells)
         self.arena = native.Arena(source.backend)
         self.passes: OrderedDict[Key, _Pass] = OrderedDict()
+        self.trace: RoutingTrace | None = None
+        """Where the routes of decode steps go (`--record-routing`); set before the first one."""
         # 40 nodes cover a block with attention and a MoE of 8 ranks; the rest is head-room
         self.max_nodes = 64 + (self.last - self.first) * (96 + 4 * max(64, _most_ranks(model)))
         self._threads_set = 0
@@ -89,7 +95,11 @@ class GgmlExecutor:
         """One decode step at position 0 of cell 0, whose contents nobody has claimed yet: starts the threads and
         reads the dense weights in."""
         zero = np.zeros(1, np.int32)
+        trace, self.trace = self.trace, None
         self.forward(Batch(zero, zero, zero, zero, (zero,), zero))
+        if trace is not None:
+            self.trace = trace
+            self.passes.clear()  # built without the routes
 
     def _pass(self, key: Key) -> _Pass:
         found = self.passes.get(key)
@@ -130,12 +140,16 @@ class GgmlExecutor:
             h = inputs.hidden = g.input("hidden", int(TensorType.F32), [self.model.n_embd, rows])
         ops = GgmlOps(g, inputs, self.cells, n_kv, rows, n_outputs, mask)
         ops.wants_features, ops.deltas = features, deltas
+        ops.routes = [] if self.trace is not None and rows == n_outputs else None
         out = segment(ops, self.model, self.first, self.last, h)
         if out is not None:
             g.output(out)
+        for tensors in ops.routes or ():
+            for tensor in tensors:
+                g.output(tensor)
         g.place()
         final = self.last == len(self.model.blocks)
-        return _Pass(g, inputs, out if final else None, None if final else out)
+        return _Pass(g, inputs, out if final else None, None if final else out, ops.routes or [])
 
     # --------------------------------------------------------------------------------------------------- a pass
 
@@ -173,11 +187,22 @@ class GgmlExecutor:
             self.source.backend.set_threads(threads)
             self._threads_set = threads
         g.compute()
+        if self.trace is not None:
+            self._record(self.trace, p, batch)
         result = p.output if p.output is not None else p.hidden
         if result is None:
             return np.empty((0, self.n_vocab), np.float32)
         values: F32 = g.values(result)
         return values
+
+    def _record(self, trace: RoutingTrace, p: _Pass, batch: Batch) -> None:
+        """A step of one row for each sequence is decode; anything else is a prompt's."""
+        if not p.routes or batch.rows != len(batch.tables):
+            trace.session()
+            return
+        both = zip(*p.routes, strict=True)
+        ids, weights = (np.stack([p.graph.values(t).reshape(batch.rows, -1) for t in each]) for each in both)
+        trace.add(ids.astype(np.int32), weights)
 
     # -------------------------------------------------------------------------------------------------- the cells
 

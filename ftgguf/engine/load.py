@@ -22,6 +22,7 @@ from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout, choose
 from ftgguf.engine.lora import Adapter, AdapterWeights, read_adapters
 from ftgguf.engine.memory import available_memory, check_kv
+from ftgguf.experts.trace import open_trace
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.models.config import ModelError, Numbers, read_numbers
@@ -142,6 +143,8 @@ def _load_cpu(
         last=last,
         adapters=AdapterWeights(adapters, backend) if adapters else None,
     )
+    if config.placement.record_routing and last is None:
+        executor.trace = open_trace(config.placement.record_routing, model.blocks)
     if "context.size" in config.given:
         check_kv(executor.n_cells, executor.n_cells * executor.cells.cell_bytes)
     details = {

@@ -20,11 +20,13 @@ from ftgguf.engine.fit import MIB, Fit, budget_of, fit
 from ftgguf.engine.load_cached import make_store, plan_cache
 from ftgguf.engine.segments import Segment, SegmentedExecutor
 from ftgguf.engine.survey import Survey, survey
+from ftgguf.experts.routing import RoutingRecorder
 from ftgguf.experts.status import start_line
+from ftgguf.experts.trace import open_trace
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.layers.params import Moe
-from ftgguf.models.config import Numbers
+from ftgguf.models.config import ModelError, Numbers
 from ftgguf.models.registry import family
 
 Progress = Callable[[str, float], None]
@@ -86,6 +88,8 @@ def load_gpu(
             notes.append(start_line(store))
             if cached is not None and cached.elastic:
                 gpu.elastic = Elastic(gpu, store)
+        if config.placement.record_routing:
+            record(config.placement.record_routing, gpu, chosen)
         progress("compiling kernels", 0.0)
         notes.append(helpers.wait())
     except BaseException:
@@ -106,6 +110,14 @@ def load_gpu(
         "notes": [*chosen.lines, *notes],
     }
     return GpuModel(executor, gpu, details)
+
+
+def record(path: str, gpu: CudaExecutor, chosen: Fit) -> None:
+    """Write decode's routes to `path` (`--record-routing`). Raises ModelError where there is nothing to write."""
+    if chosen.first:
+        raise ModelError("--record-routing: only where one device runs the whole model: add -ngl all or -ngl 0")
+    trace = open_trace(path, gpu.model.blocks)
+    gpu.store.hook = RoutingRecorder(trace, sorted(gpu.store.specs), gpu.sizes[-1], gpu.device)
 
 
 def gpu_segment(

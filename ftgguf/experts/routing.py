@@ -1,70 +1,14 @@
-"""Routing traces: what decode steps were routed to, written to a file, or a recorded trace played back.
-
-A trace is an npz file with `experts` uint8 or uint16 [tokens, layers, k], `probs` float16 of the same shape (the gate
-weights) and `offsets` int64, where sessions begin, ending with the number of tokens; `ftgguf bench cache` reads it.
-Rows of one step are tokens one after the other. Prompts are not in it: a cache is judged by what decode wants of it. A
-session begins after a prompt, so with several at once a session is what came between two prompts.
-"""
+"""Routing traces on the GPU's path: a store's hooks that write one (experts/trace.py), or play a recorded one back."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-FIRST_SAVE = 256
-"""Tokens after which the file is written for the first time; then at every doubling, and at the end."""
-
-
-class RoutingTrace:
-    """Tokens so far, and the file that they go to. No device in here: both executors write through it."""
-
-    def __init__(self, path: Path, layers: int, k: int, experts: int) -> None:
-        """Raises OSError where the file cannot be written: at start, not after an hour."""
-        self.path, self.shape = path, (layers, k)
-        self.dtype = np.uint8 if experts <= 256 else np.uint16
-        self._experts: list[NDArray[np.integer]] = []
-        self._probs: list[NDArray[np.float16]] = []
-        self._offsets = [0]
-        self.tokens = 0
-        self._next_save = FIRST_SAVE
-        self.save()
-
-    def add(self, ids: NDArray[np.integer], weights: NDArray[np.floating]) -> None:
-        """A step: ids and weights [layers, rows, k]."""
-        self._experts.append(ids.transpose(1, 0, 2).astype(self.dtype))
-        self._probs.append(weights.transpose(1, 0, 2).astype(np.float16))
-        self.tokens += ids.shape[1]
-        if self.tokens >= self._next_save:
-            self._next_save = 2 * self.tokens
-            self.save()
-
-    def session(self) -> None:
-        """A prompt came: what follows is another session."""
-        if self._offsets[-1] != self.tokens:
-            self._offsets.append(self.tokens)
-
-    def arrays(self) -> dict[str, NDArray[Any]]:
-        """What is in the file."""
-        shape = (0, *self.shape)
-        ends = [] if self.tokens == self._offsets[-1] else [self.tokens]
-        return {
-            "experts": np.concatenate([np.empty(shape, self.dtype), *self._experts]),
-            "probs": np.concatenate([np.empty(shape, np.float16), *self._probs]),
-            "offsets": np.array([*self._offsets, *ends], np.int64),
-        }
-
-    def save(self) -> None:
-        """Write the file anew, in one step."""
-        with tempfile.NamedTemporaryFile(dir=self.path.parent, suffix=".tmp", delete=False) as f:
-            np.savez_compressed(f, **self.arrays())  # type: ignore[arg-type]
-        os.replace(f.name, self.path)
+from ftgguf.experts.trace import RoutingTrace
 
 
 class RoutingRecorder:

@@ -104,7 +104,7 @@ def metrics(store: CachedStore) -> dict[str, float]:
         "expert_hit_rate": e["hit_rate"],
         "expert_mode": list(Arm).index(store.controller.arm),
         "expert_trial_steps_total": s["split"]["trial_steps"],
-        **{f"expert_phi_{kind}": phi for kind, phi in s["split"]["phi"].items()},
+        **{f"expert_phi_{kind.replace(chr(43), chr(95))}": phi for kind, phi in s["split"]["phi"].items()},
         **{f"expert_fallback_{name}": n for name, n in s["fallbacks"].items()},
         "expert_prefill_copied_bytes_total": p["copied_bytes"],
         "expert_prefill_cpu_total": p["cpu_experts"],

@@ -6,27 +6,14 @@ The tier in the table is what the flag will be; this list keeps the promise hone
 
 from __future__ import annotations
 
-_SPECULATION = "speculation is not built yet; the text is the same, without the speed-up"
-_SPEC_FLAGS = (
-    "--spec-type",
-    "--spec-default",
-    *(f"--spec-ngram-mod-n-{part}" for part in ("min", "max", "match")),
-    *(
-        f"--spec-ngram-{kind}-{part}"
-        for kind in ("simple", "map-k", "map-k4v")
-        for part in ("size-n", "size-m", "min-hits")
-    ),
-)
 _SNAPSHOTS = "no model family that needs snapshots of its state is served yet"
 
 PENDING: dict[str, str] = {
-    **dict.fromkeys(_SPEC_FLAGS, _SPECULATION),
     **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
     "--kv-offload": "the KV of a layer always lives where the layer runs",
     "--op-offload": "prompts use the GPU for experts in host memory wherever that is predicted to be faster",
     "--lazy-mode": "files are mapped, so rows of large tables are read when they are needed, in every mode",
     "--cpu-strict": "threads share the CPUs of the mask; the system places them",
     "--expert-disk": "all experts are read into host memory",
-    "--record-routing": "routes are not recorded by the server yet",
 }
 """Canonical spelling (`Flag.name`) -> what happens until it is built."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ftgguf.gguf.types import TensorType
-from ftgguf.layers.params import Attention, Embedding, Linear, Rope, RopeKind, Weight
+from ftgguf.layers.params import Attention, Embedding, Linear, Rope, RopeKind, Router, Weight
 from ftgguf.ops.base import Ops, Tensor
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class GgmlOps(Ops):
         self.mask = mask
         self.deltas: Mapping[str, Sequence[tuple[Any, Any, float]]] = {}
         """LoRA: name of a weight -> (A, B, factor) of each adapter in use (`engine.lora`)."""
+        self.routes: list[tuple[Tensor, Tensor]] | None = None
+        """(ids as float32, weights) of each routed block, where somebody wants to read them."""
 
     def _w(self, weight: Weight) -> Any:
         return weight.pick(self.rows)
@@ -159,6 +161,12 @@ class GgmlOps(Ops):
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
         return self.g.top_k(x, k)
+
+    def route(self, x: Tensor, p: Router) -> tuple[Tensor, Tensor]:
+        ids, weights = super().route(x, p)
+        if self.routes is not None:
+            self.routes.append((self.g.cast(self.g.cont(ids), int(TensorType.F32)), self.g.cont(weights)))
+        return ids, weights
 
     def mask_groups(self, scores: Tensor, groups: int, used: int) -> Tensor:
         g, n, rows = self.g, scores.ne(0), scores.ne(1)

@@ -1,4 +1,4 @@
-"""`ftgguf ctl cache` against a socket that answers as the server's routes do, with a real store behind it (the interpreter
+"""`ftgguf ctl cache` against a socket that answers as the server does, with a real store behind it (the interpreter
 on a tiny model)."""
 
 from __future__ import annotations

@@ -18,9 +18,18 @@ pytest.importorskip("triton", reason="the GPU path needs triton")
 from store_helpers import TINY, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
+from ftgguf import _ggml_cpu as native  # noqa: E402
 from ftgguf.bench.replay import load_trace  # noqa: E402
+from ftgguf.engine.ggml_executor import GgmlExecutor  # noqa: E402
+from ftgguf.engine.ggml_weights import GgmlSource  # noqa: E402
+from ftgguf.engine.layout import Layout  # noqa: E402
 from ftgguf.experts.residency import Stat  # noqa: E402
-from ftgguf.experts.routing import RoutingRecorder, RoutingReplay, RoutingTrace  # noqa: E402
+from ftgguf.experts.routing import RoutingRecorder, RoutingReplay  # noqa: E402
+from ftgguf.experts.trace import RoutingTrace, open_trace  # noqa: E402
+from ftgguf.flags.config import ContextConfig  # noqa: E402
+from ftgguf.gguf.reader import open_gguf  # noqa: E402
+from ftgguf.models.config import ModelError, read_numbers  # noqa: E402
+from ftgguf.models.registry import family  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 LAYERS, EXPERTS, K = 2, 8, 2
@@ -58,6 +67,43 @@ def test_decode_is_recorded_and_a_prompt_begins_a_session(path: Path, tmp_path: 
     trace = load_trace(tmp_path / "t.npz")
     np.testing.assert_array_equal(trace.experts, got["experts"])
     assert trace.offsets == (0, 3, 4)
+
+
+def on_cpu(path: Path) -> GgmlExecutor:
+    gguf = open_gguf(path)
+    source = GgmlSource(gguf, native.Backend(1), Layout.PLAIN)
+    model = family(gguf.architecture)(source, read_numbers(gguf), ContextConfig())
+    return GgmlExecutor(source, model, n_cells=256, max_rows=16, threads=1, threads_batch=1)
+
+
+def test_both_executors_record_the_same(path: Path, tmp_path: Path) -> None:
+    """Three decode steps, a prompt and one more: the CPU's graph and the device's kernels route alike; weights to what
+    float16 holds."""
+    cpu, gpu = on_cpu(path), load_cached(path, DEVICE, None)
+    plain = on_cpu(path)
+    hook = record(gpu, tmp_path / "gpu.npz")
+    cpu.trace = open_trace(str(tmp_path / "cpu.npz"), cpu.model.blocks)
+    cpu.warm_up()
+    plain.warm_up()
+    for batch in (rows([40], 0, [0]), rows([41], 1, [0]), rows([5, 6, 7, 8, 9, 10], 2, [5]), rows([50], 8, [0])):
+        got = cpu.forward(batch).copy()
+        np.testing.assert_array_equal(got, plain.forward(batch))  # reading the routes changes nothing
+        gpu.forward(batch)
+    a, b = cpu.trace.arrays(), hook.trace.arrays()
+    np.testing.assert_array_equal(a["experts"], b["experts"])
+    np.testing.assert_array_equal(a["offsets"], b["offsets"])
+    assert a["offsets"].tolist() == [0, 2, 3]
+    np.testing.assert_allclose(a["probs"].astype(float), b["probs"].astype(float), atol=2e-3)
+    cpu.trace.save()
+    assert load_trace(tmp_path / "cpu.npz").experts.shape == (3, LAYERS, K)
+
+
+def test_what_cannot_be_recorded_is_refused(path: Path, tmp_path: Path) -> None:
+    model = on_cpu(path).model
+    with pytest.raises(ModelError, match="--record-routing"):
+        open_trace(str(tmp_path / "no" / "such" / "folder.npz"), model.blocks)
+    with pytest.raises(ModelError, match="no routed experts"):
+        open_trace(str(tmp_path / "x.npz"), ())
 
 
 def test_a_replayed_trace_decides_what_is_used(path: Path, tmp_path: Path) -> None:
