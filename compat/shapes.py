@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compat.families import Sizes
 
@@ -106,5 +106,7 @@ SHAPES: dict[str, Shape] = {
     "qwen3-30b": Shape("qwen3moe", _QWEN3_30B, 151_936, q4_k_m),
     "qwen36-35b": Shape("qwen35moe", _QWEN36_35B, 248_320, q4_k_m),
     "gpt-oss-20b": Shape("gpt-oss", _GPT_OSS_20B, 201_088, mxfp4_moe),
+    # the same expert traffic in a family without sinks and windows, for measurements of the expert cache
+    "gpt-oss-20b-experts": Shape("qwen3moe", replace(_GPT_OSS_20B, window=0), 201_088, mxfp4_moe),
     "olmoe": Shape("olmoe", _OLMOE, 50_304, q4_k_m),
 }
