@@ -29,6 +29,9 @@ PARAMETERS: dict[str, tuple[str, type]] = {
 MACHINE_PARAMETERS = ("num_gpu", "num_thread", "num_batch", "main_gpu", "use_mmap", "use_mlock", "numa", "low_vram")
 """About the machine of whoever made the model: dropped."""
 
+TEMPLATE_REASON = "chat template: "
+"""How the line in a configuration's reasons begins that says which was chosen."""
+
 _SHAPES: dict[str, tuple[str, ...]] = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
     "llama3": ("<|start_header_id|>", "<|eot_id|>"),
@@ -163,12 +166,12 @@ def apply_template(config: ServerConfig, extras: Extras, has_jinja: bool, name: 
     if config.chat.template or "chat.template" in config.given:
         return config
     if has_jinja:
-        return replace(config, reasons=(*config.reasons, "chat template: the GGUF's own"))
+        return replace(config, reasons=(*config.reasons, f"{TEMPLATE_REASON}the file's own"))
     if not extras.template and not extras.config.renderer:
         return config
     builtin = known_template(extras.template)
     if builtin is not None:
-        reason = f"chat template: built-in '{builtin}', as the Go template of {name} has its marks"
+        reason = f"{TEMPLATE_REASON}built-in '{builtin}', as the Go template of {name} has its marks"
         chat = replace(config.chat, template=builtin)
         return replace(config, chat=chat, reasons=(*config.reasons, reason))
     source = f"renderer '{extras.config.renderer}'" if extras.config.renderer else "a Go template of its own"
@@ -177,7 +180,8 @@ def apply_template(config: ServerConfig, extras: Extras, has_jinja: bool, name: 
         "pull the model from hf.co"
     )
     chat = replace(config.chat, template="{{- raise_exception(" + _jinja_text(message) + ") -}}")
-    return replace(config, chat=chat, warnings=(*config.warnings, message))
+    reason = f"{TEMPLATE_REASON}none that can be used ({source}): chat is refused"
+    return replace(config, chat=chat, warnings=(*config.warnings, message), reasons=(*config.reasons, reason))
 
 
 def _jinja_text(text: str) -> str:

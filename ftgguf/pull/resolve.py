@@ -40,6 +40,10 @@ Progress = Callable[[str, float], None]
 """(stage, 0..1)."""
 
 
+ONLY_OLLAMA = "only Ollama's API (/api/chat, /api/generate) applies it"
+"""How a server's warning ends about what `run` applies as well."""
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """A model that is on this disk. `origin` says in words where it came from; `entry` is its place in a store."""
@@ -115,7 +119,7 @@ def _with_extras(config: ServerConfig, extras: Extras, name: str) -> ServerConfi
         config = apply_template(config, extras, has_jinja, name)
     if extras.system or extras.messages:
         what = "a default system prompt" if extras.system else "example messages"
-        note = f"{name} comes with {what}: only Ollama's API (/api/chat, /api/generate) applies it"
+        note = f"{name} comes with {what}: {ONLY_OLLAMA}"
         config = replace(config, warnings=(*config.warnings, note))
     return config
 
@@ -255,6 +259,7 @@ def config_with_bar(config: ServerConfig) -> ServerConfig:
 
 
 __all__ = [
+    "ONLY_OLLAMA",
     "DemoError",
     "NameResolutionError",
     "PullError",

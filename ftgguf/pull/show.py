@@ -14,7 +14,7 @@ from ftgguf.gguf import GGUFError, GGUFFile, StringArray
 from ftgguf.pull.catalog import LocalModel, of_entry
 from ftgguf.pull.errors import NameResolutionError
 from ftgguf.pull.hub import parameters
-from ftgguf.pull.layers import NO_EXTRAS, Extras, read_extras
+from ftgguf.pull.layers import NO_EXTRAS, Extras, known_template, read_extras
 from ftgguf.pull.manifest import Config
 from ftgguf.pull.modelfile import parameter_lines, write_modelfile
 from ftgguf.pull.ollama_gguf import open_model
@@ -282,8 +282,7 @@ def show_text(description: Description) -> str:
         ]
         sections.append(("Experts", rows))
     sections.append(("Capabilities", [(name,) for name in description.capabilities]))
-    template = "the GGUF's Jinja" if description.has_template else "a Go template" if extras.template else "none"
-    sections.append(("Template", [(template,)]))
+    sections.append(("Template", [(_template_text(description),)]))
     if extras.adapters:
         sections.append(("Adapters", [("LoRA", human(path.stat().st_size)) for path in extras.adapters]))
     if extras.params:
@@ -295,6 +294,19 @@ def show_text(description: Description) -> str:
         lines = [line.strip() for line in extras.licenses[0].splitlines() if line.strip()]
         sections.append(("License", [(line,) for line in lines[:2]]))
     return "".join(_section(title, rows) for title, rows in sections)
+
+
+def _template_text(description: Description) -> str:
+    """What chats are rendered with (see `layers.apply_template`)."""
+    go = description.extras.template
+    if description.has_template:
+        return "the GGUF's Jinja"
+    builtin = known_template(go)
+    if builtin is not None:
+        return f"a Go template, rendered by the built-in '{builtin}'"
+    if go or description.extras.config.renderer:
+        return "a Go template of its own: chat needs --chat-template"
+    return "none: chatml is taken"
 
 
 def _section(title: str, rows: list[tuple[str, ...]]) -> str:

@@ -28,7 +28,7 @@ from ftgguf.server.models_catalog import Catalog, Source
 from ftgguf.server.models_memory import Memory, Need, estimate, with_layout
 from ftgguf.server.models_pool import Started
 from ftgguf.server.process import make_state
-from ftgguf.server.startup import no_gpu
+from ftgguf.server.startup import no_gpu, template_text
 from ftgguf.server.state import ServerState
 
 log = logging.getLogger("ftgguf.server")
@@ -76,6 +76,8 @@ class Loader:
             raise
         for warning in config.warnings:
             log.warning("model %s: %s", source.name, warning)
+        for reason in config.reasons:
+            log.debug("model %s: %s", source.name, reason)
         return LoadPlan(self, source, config, extras, gguf, need, limit)
 
     def close(self) -> None:
@@ -109,6 +111,8 @@ class LoadPlan:
         sleeper: list[asyncio.Task[None]] = []
 
         def app() -> ASGIApp:
+            template = template_text(config, state.templates)
+            log.info("model %s: %s, chat template: %s", self.source.name, state.info.get("device", ""), template)
             if missing := no_gpu(config, state.info):
                 log.warning("model %s: %s", self.source.name, missing)
             idle = config.http.sleep_idle_seconds

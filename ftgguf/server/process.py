@@ -61,6 +61,8 @@ def serve(config: ServerConfig, extras: Extras = NO_EXTRAS) -> int:
         return 1
     for warning in config.warnings:
         log.warning("%s", warning)
+    for reason in config.reasons:
+        log.debug("%s", reason)
     if vertex.enabled() and config.http.port != vertex.port():
         log.warning("AIP_HTTP_PORT %d is used instead of port %d", vertex.port(), config.http.port)
         config = replace(config, http=replace(config.http, port=vertex.port()))
@@ -212,7 +214,7 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
     if missing := startup.no_gpu(state.config, ready.info):
         log.warning("%s", missing)
     for text in (
-        startup.block(ready, state.name, urls),
+        startup.block(ready, state.name, urls, startup.template_text(state.config, state.templates)),
         startup.example(urls[0], bool(state.config.http.api_keys)),
     ):
         if state.config.log.jsonl:  # standard output is for objects then

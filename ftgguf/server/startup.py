@@ -6,8 +6,11 @@ import sys
 from typing import Any
 
 from ftgguf import __version__
+from ftgguf.chat.builtin import BUILTIN
+from ftgguf.chat.template import ChatTemplates
 from ftgguf.engine.messages import Loading, Ready
 from ftgguf.flags.config import ServerConfig
+from ftgguf.pull.layers import TEMPLATE_REASON
 
 BAR = 30
 _GPU_FLAGS = {"placement.gpu_layers": "-ngl", "placement.vram_budget": "--vram-budget", "placement.main_gpu": "-mg"}
@@ -30,8 +33,8 @@ def count_text(count: int) -> str:
     return str(count)
 
 
-def block(ready: Ready, name: str, urls: list[str], restarts: int = 0) -> str:
-    """The start-up block. `info`'s fields that are absent are left out."""
+def block(ready: Ready, name: str, urls: list[str], template: str = "") -> str:
+    """The start-up block. `info`'s fields that are absent are left out, and so is an empty `template`."""
     info = ready.info
     rows = [("model", _model(info, name)), ("file", str(info.get("path", "")))]
     rows.append(("device", _device(info)))
@@ -42,6 +45,7 @@ def block(ready: Ready, name: str, urls: list[str], restarts: int = 0) -> str:
     train = info.get("n_ctx_train", 0)
     context = f"{ready.n_ctx} tokens a request, {ready.n_slots} slots"
     rows.append(("context", context + (f" (trained on {train})" if train else "")))
+    rows.append(("template", template))
     rows.append(("memory", _memory(info)))
     rows += [("note", str(note)) for note in info.get("notes", ())]
     rows += [("address", url) for url in urls]
@@ -60,6 +64,17 @@ def _model(info: dict[str, Any], name: str) -> str:
     if info.get("n_expert"):
         parts.append(f"{info['n_expert']} experts, {info.get('n_expert_used', 0)} used")
     return ", ".join(part for part in parts if part)
+
+
+def template_text(config: ServerConfig, templates: ChatTemplates) -> str:
+    """Where the chat template comes from, in words."""
+    told = [reason for reason in config.reasons if reason.startswith(TEMPLATE_REASON)]
+    if told:
+        return told[-1].removeprefix(TEMPLATE_REASON)
+    given = config.chat.template
+    if given:
+        return f"built-in '{given}' (--chat-template)" if given in BUILTIN else "the one given by --chat-template"
+    return "the file's own" if templates.explicit else "the file has none: chatml, as llama-server takes it"
 
 
 def _device(info: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ftgguf.server.errors import ApiError
@@ -43,12 +43,19 @@ def printer() -> Show:
 
 def one_shot(session: Session, prompt: str, arguments: Arguments) -> int:
     """Answer `prompt` on stdout; 130 if it was interrupted."""
-    messages = [{"role": "system", "content": arguments.system}] if arguments.system else []
     if session.planner is None:
         print(prompt, end="", flush=True)
+        messages = []  # plain text goes on as it is
+    else:
+        messages = head(arguments.system, arguments.examples)
     answer = session.answer([*messages, {"role": "user", "content": prompt}], printer())
     _end(answer, arguments.verbose)
     return 130 if answer.interrupted else 0
+
+
+def head(system: str, examples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What stands before every conversation: the system message, then the model's own messages."""
+    return [*([{"role": "system", "content": system}] if system else []), *examples]
 
 
 def _end(answer: Answer, verbose: bool) -> None:
@@ -64,11 +71,19 @@ def _end(answer: Answer, verbose: bool) -> None:
 class Chat:
     """The state of an interactive chat: messages so far, and the commands that change it."""
 
-    def __init__(self, session: Session, system: str, verbose: bool, write: Callable[[str], Any] = print) -> None:
+    def __init__(
+        self,
+        session: Session,
+        system: str,
+        verbose: bool,
+        write: Callable[[str], Any] = print,
+        examples: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self.session = session
         self.system = system
         self.verbose = verbose
         self.write = write
+        self.examples = examples
         self.messages: list[dict[str, Any]] = []
 
     def command(self, line: str) -> bool:
@@ -114,7 +129,7 @@ class Chat:
         return answer
 
     def _head(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": self.system}] if self.system else []
+        return head(self.system, self.examples) if self.session.planner is not None else []
 
     def _fitting(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The latest of `turns` that leave room for an answer beside the system message: whole turns go, oldest first.
@@ -132,7 +147,7 @@ class Chat:
 def interactive(session: Session, arguments: Arguments) -> int:
     """The chat loop on a terminal."""
     _history()
-    chat = Chat(session, arguments.system, arguments.verbose)
+    chat = Chat(session, arguments.system, arguments.verbose, examples=arguments.examples)
     print("Type a message; /help for commands.")
     while True:
         try:

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,7 +51,10 @@ class Arguments:
     flags: list[str]
     verbose: bool = False
     system: str = ""
+    """--system, else what the model comes with."""
     raw: bool = False
+    examples: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Messages that the model comes with: they stand before the conversation."""
 
 
 def parse_arguments(argv: list[str]) -> Arguments:
@@ -86,6 +89,8 @@ def parse_arguments(argv: list[str]) -> Arguments:
             out.flags.append(word)
         else:
             words.append(word)
+    if out.raw and out.system:
+        raise UsageError("--raw has no place for a system message: write it into the prompt")
     if not words and not named:
         raise UsageError("no model given: ftgguf run MODEL [PROMPT]")
     if not named:
@@ -101,7 +106,7 @@ def main(argv: list[str]) -> int:
     from ftgguf.flags import ActionRequested, FlagError, parse_server
     from ftgguf.gguf import GGUFError
     from ftgguf.models.config import ModelError
-    from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
+    from ftgguf.pull.resolve import ONLY_OLLAMA, DemoError, NameResolutionError, served_with_bar
     from ftgguf.server.errors import ApiError
     from ftgguf.terminal import chat
     from ftgguf.terminal.session import AnswerError
@@ -113,14 +118,18 @@ def main(argv: list[str]) -> int:
     try:
         arguments = parse_arguments(argv)
         config = parse_server(["-np", "1", *arguments.flags], os.environ)
-        for warning in config.warnings:
-            print(warning, file=sys.stderr)
-        config = config_with_bar(config)
+        told = config.warnings
+        config, extras = served_with_bar(config)
+        for warning in dict.fromkeys((*told, *config.warnings)):
+            if not warning.endswith(ONLY_OLLAMA):
+                print(warning, file=sys.stderr)
+        arguments.system = arguments.system or extras.system
+        arguments.examples = [dict(message) for message in extras.messages]
         piped = "" if sys.stdin.isatty() else sys.stdin.read()
         prompt = "\n".join(part for part in (arguments.prompt, piped.rstrip("\n")) if part)
         if not prompt and not sys.stdin.isatty():
             raise UsageError("the prompt is empty: nothing was given and nothing was piped in")
-        session = open_session(config, arguments.raw)
+        session = open_session(config, arguments.raw, arguments.verbose)
         if prompt:
             return chat.one_shot(session, prompt, arguments)
         return chat.interactive(session, arguments)
@@ -138,13 +147,13 @@ def main(argv: list[str]) -> int:
         return 1
 
 
-def open_session(config: ServerConfig, raw: bool) -> Session:
+def open_session(config: ServerConfig, raw: bool, verbose: bool = False) -> Session:
     """Load the model in this process, with the file's sampling defaults where no flag was given."""
     from ftgguf.chat.request import ChatPlanner
     from ftgguf.engine.load import load_engine, open_model
     from ftgguf.engine.sampler import sampling_defaults
     from ftgguf.server.process import model_templates
-    from ftgguf.server.startup import no_gpu
+    from ftgguf.server.startup import no_gpu, template_text
     from ftgguf.terminal.session import Session
     from ftgguf.vocab import Vocab
 
@@ -157,6 +166,8 @@ def open_session(config: ServerConfig, raw: bool) -> Session:
         print(missing, file=sys.stderr)
     vocab = Vocab.load(gguf)
     templates = model_templates(config, gguf, vocab)
+    if verbose:
+        print(f"chat template: {template_text(config, templates)}", file=sys.stderr)
     planner = None if raw or not templates.explicit else ChatPlanner(templates, config.chat)
     if planner is None and not raw and sys.stderr.isatty():
         print("This model has no chat template: it continues your text as it is.", file=sys.stderr)

@@ -218,7 +218,7 @@ def test_the_ggufs_own_template_comes_first(store: Store, source: FakeSource, se
     model = ModelConfig(path=f"{server.host}/library/tiny", store=str(store.root))
     config = resolve.resolve_config(ServerConfig(model=model))
     assert config.chat.template == ""
-    assert "chat template: the GGUF's own" in config.reasons
+    assert "chat template: the file's own" in config.reasons
 
 
 def test_ids_are_llama_servers(store: Store, source: FakeSource) -> None:

@@ -13,15 +13,18 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ftgguf.chat.template import load_templates
 from ftgguf.engine.devices import list_devices
 from ftgguf.flags import parse_server
+from ftgguf.pull.layers import NO_EXTRAS, apply_template
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError
-from ftgguf.server.startup import no_gpu
+from ftgguf.server.startup import no_gpu, template_text
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = not list_devices()
@@ -128,4 +131,27 @@ def test_the_start_says_which_device_it_is() -> None:
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert "device   CPU (no NVIDIA GPU found)" in text
+    assert "template the file's own" in text
     assert [line for line in err.splitlines() if line.startswith("no usable GPU")]
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "go", "words"),
+    [
+        ([], "{{ messages }}", "", "the file's own"),
+        ([], "{{ messages }}", "<|im_start|><|im_end|>", "the file's own"),
+        ([], "", "", "the file has none: chatml, as llama-server takes it"),
+        ([], "", "<|im_start|>{{ .Prompt }}<|im_end|>", "built-in 'chatml', as the Go template of m:1 has its marks"),
+        ([], "", "{{ .Prompt }} ~", "none that can be used (a Go template of its own): chat is refused"),
+        (["--chat-template", "llama3"], "{{ messages }}", "{{ .Prompt }} ~", "built-in 'llama3' (--chat-template)"),
+        (["--chat-template", "{{ messages }}"], "", "", "the one given by --chat-template"),
+    ],
+)
+def test_the_chosen_chat_template_is_told(flags: list[str], own: str, go: str, words: str) -> None:
+    """The order: the user's, the GGUF's Jinja, a known format of Ollama's Go template, else a refusal; and what is
+    printed says which it was."""
+    config = parse_server(["-m", "x", *flags], {})
+    if go:
+        config = apply_template(config, replace(NO_EXTRAS, template=go), bool(own), "m:1")
+    templates = load_templates(config.chat.template, own)
+    assert template_text(config, templates) == words

@@ -122,10 +122,12 @@ def test_the_prompt_may_stand_anywhere(words: list[str], model: str, prompt: str
 
 
 def test_our_own_options_may_stand_anywhere() -> None:
-    a = parse_arguments(["--verbose", "demo", "-n", "8", "--system", "Be brief.", "hi", "--raw"])
-    assert (a.verbose, a.raw, a.system, a.prompt) == (True, True, "Be brief.", "hi")
+    a = parse_arguments(["--verbose", "demo", "-n", "8", "--system", "Be brief.", "hi"])
+    assert (a.verbose, a.raw, a.system, a.prompt) == (True, False, "Be brief.", "hi")
     with pytest.raises(UsageError, match="no model"):
         parse_arguments(["--verbose"])
+    with pytest.raises(UsageError, match="no place for a system"):
+        parse_arguments(["demo", "--raw", "--system", "x"])
     with pytest.raises(UsageError, match="--system"):
         parse_arguments(["demo", "--system"])
 
@@ -183,6 +185,35 @@ def test_a_question_longer_than_the_context_costs_no_turn() -> None:
     assert said == ["request exceeds the available context size; /clear starts over"]
     assert chat.say("z" * 90, lambda _text, _reasoning: None) is not None  # no room is left, but it fits
     assert len(session.asked[-1]) == 1
+
+
+def test_what_a_model_comes_with_is_applied(tmp_path: Path) -> None:
+    """SYSTEM and MESSAGE of a Modelfile, as `ollama run` applies them; --system replaces the one and not the other.
+
+    The template writes every role, so that the prompt's length in tokens tells which messages are there; it is what
+    libllama counts for the same text.
+    """
+    (tmp_path / "Modelfile").write_text(
+        "FROM stories\nSYSTEM once upon a time\nMESSAGE user hi\nMESSAGE assistant ho\n"
+    )
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    store = ["--store", str(tmp_path / "store")]
+    made = subprocess.run(
+        [sys.executable, "-m", "ftgguf", "create", "kind", "-f", str(tmp_path / "Modelfile"), *store],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    asked = ["kind", "you", *store, "--chat-template", template, "-n", "1", "-t", "1", "--verbose"]
+    for options, text in (
+        ([], "system once upon a time user hi assistant ho user you "),
+        (["--system", "be"], "system be user hi assistant ho user you "),
+    ):
+        done = run(*asked, *options)
+        with Oracle(resolve_stories()) as oracle:
+            count = len(oracle.tokenize(text))
+        assert f"prompt:     {count} tokens" in done.stderr, done.stderr
+        assert "chat template: the one given by --chat-template" in done.stderr
+        assert "only Ollama's API" not in done.stderr
 
 
 def test_a_long_chat_goes_on(tmp_path: Path) -> None:
