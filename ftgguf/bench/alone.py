@@ -13,6 +13,9 @@ from ftgguf.bench import host
 from ftgguf.bench.llama_bench import WRITERS, Result
 from ftgguf.bench.options import Options
 from ftgguf.bench.plan import SpeedTest, random_tokens
+from ftgguf.bench.publish import save
+from ftgguf.bench.recording import command_line
+from ftgguf.bench.report import Contestant, Report
 from ftgguf.bench.stepper import OursStepper, Timer
 from ftgguf.flags import ServerConfig, parse_server
 
@@ -30,32 +33,62 @@ def config_for(path: str, engine: list[str], tests: tuple[SpeedTest, ...], reser
 def run(options: Options, path: str) -> int:
     """Measure and print; an interrupt prints what is there. Returns the exit status."""
     results: list[Result] = []
+    names: list[str] = []
+    report = Report("speed", command_line(["ftgguf", *sys.argv[1:]]))
+    if options.html or options.report:
+        report.host = host.describe()
     status = 0
     try:
         for engine in options.engine_lines():
+            varied = " ".join(engine[len(options.engine) :]) if len(options.engine_lines()) > 1 else ""
             for result in measure(options, config_for(path, engine, options.tests)):
                 results.append(result)
+                names.append(f"{result.test.name} {varied}".rstrip())
                 if options.output == "jsonl":
                     print(WRITERS["jsonl"]([result]), end="", flush=True)
     except KeyboardInterrupt:
-        status = 130
-        print(f"interrupted: {len(results)} tests are complete", file=sys.stderr)
+        status, report.interrupted = 130, True
+        print(f"interrupted: of {len(results)} tests there are figures", file=sys.stderr)
     if results and options.output != "jsonl":
         print(WRITERS[options.output](results), end="")
+    _fill(report, results, names)
+    save(report, page=options.html, report_file=options.report)
     return status
 
 
+def _fill(report: Report, results: list[Result], names: list[str]) -> None:
+    """The same figures as a report, for `--html` and `--report`."""
+    side = Contestant("ftgguf", ours=True, build=__version__)
+    report.contestants = [side]
+    for result, name in zip(results, names, strict=True):
+        known = result.settings
+        side.layout = known["layout"]
+        report.model = {"file": known["model_filename"], "type": known["model_type"]}
+        report.settings = {
+            k: str(known[k]) for k in ("backends", "n_batch", "n_ubatch", "type_k", "type_v", "n_threads")
+        }
+        report.row(name, "tok/s", paired=True).samples = {side.name: result.samples_ts}
+
+
 def measure(options: Options, config: ServerConfig) -> Iterator[Result]:
-    """Load once, then each test of `options` with its repetitions."""
+    """Load once, then each test of `options` with its repetitions. An interrupted test gives the repetitions it had."""
     stepper = OursStepper(config, _say)
     settings = settings_of(config, stepper.info)
     timer = Timer(stepper)
     for test in options.tests:
         tokens = random_tokens(test, stepper.facts.n_vocab, options.seed)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        if options.warm_up:
-            timer.warm_up(test, tokens)
-        yield Result(settings, test, stamp, tuple(timer.run(test, tokens) for _ in range(options.repetitions)))
+        samples: list[int] = []
+        try:
+            if options.warm_up:
+                timer.warm_up(test, tokens)
+            for _ in range(options.repetitions):
+                samples.append(timer.run(test, tokens))
+        except KeyboardInterrupt:
+            if samples:
+                yield Result(settings, test, stamp, tuple(samples))
+            raise
+        yield Result(settings, test, stamp, tuple(samples))
     stepper.close()
 
 

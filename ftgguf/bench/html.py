@@ -46,6 +46,7 @@ _NAMES = {
     "bw": "ftgguf bench bw: how fast experts reach the GPU and the CPU",
     "cache": "ftgguf bench cache: which experts to keep",
     "proxy": "ftgguf proxy: two servers on real traffic",
+    "speed": "ftgguf bench: speed of this engine alone",
 }
 
 

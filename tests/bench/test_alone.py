@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from ftgguf.bench.alone import config_for
 from ftgguf.bench.llama_bench import FIELDS, Result
 from ftgguf.bench.main import main
 from ftgguf.bench.plan import SpeedTest, Tokens, random_tokens
+from ftgguf.bench.report import from_json
 from ftgguf.bench.stepper import LibllamaStepper, OursStepper, Stepper, Timer, parse_isa, resident
 from ftgguf.pull.demo import resolve_stories
 
@@ -154,8 +156,6 @@ def test_resident_set_is_that_of_proc() -> None:
 
 def test_the_amx_probe_runs_where_amx_is_left_out(tmp_path: object) -> None:
     """A trial that fails for another reason than AMX would call a healthy machine broken."""
-    from pathlib import Path
-
     from ftgguf.bench.libllama import Libllama
 
     path = Path(str(tmp_path)) / "probe.gguf"
@@ -163,3 +163,25 @@ def test_the_amx_probe_runs_where_amx_is_left_out(tmp_path: object) -> None:
     with Libllama(path, 64, 1, repack=False) as session:
         session.append([1] * 48)
         assert np.isfinite(session.last_logits()).all()
+
+
+def test_an_interrupted_test_keeps_the_repetitions_it_had(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Ctrl-C in the fourth repetition of the second test: five of the first, three of the second, in every output."""
+    run, runs = Timer.run, iter(range(100))
+
+    def interrupted(self: Timer, test: SpeedTest, tokens: Tokens) -> int:
+        if next(runs) == 8:
+            raise KeyboardInterrupt
+        return run(self, test, tokens)
+
+    monkeypatch.setattr(Timer, "run", interrupted)
+    saved, page = tmp_path / "r.json", tmp_path / "r.html"
+    argv = ["-m", "stories", "-t", "1", "-p", "8", "-n", "2", "-o", "json", "--report", str(saved), "--html", str(page)]
+    assert main(argv) == 130
+    assert [len(r["samples_ns"]) for r in json.loads(capsys.readouterr().out)] == [5, 3]
+    report = from_json(saved.read_bytes())
+    assert report.interrupted
+    assert [(r.workload, len(r.samples["ftgguf"])) for r in report.rows] == [("pp8", 5), ("tg2", 3)]
+    assert "Interrupted" in page.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,27 @@ def test_pair() -> None:
     assert pair("512,128") == (512, 128)
     with pytest.raises(ValueError, match="-pg"):
         pair("512")
+
+
+def test_the_documented_commands_are_understood(tmp_path: Path) -> None:
+    """The words that docs/measurements/cpu.sh gives to Python, taken down by a stand-in, parse as they are meant."""
+    script = Path(__file__).parents[2] / "docs" / "measurements" / "cpu.sh"
+    stand_in, log = tmp_path / "python", tmp_path / "log"
+    stand_in.write_text(f'#!/bin/sh\nfor w in "$@"; do printf "%s\\t" "$w"; done >>"{log}"; echo >>"{log}"\n')
+    stand_in.chmod(0o755)
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": str(stand_in), "BIG": str(log), "THREADS": "2"}
+    log.write_text("")
+    done = subprocess.run(
+        ["sh", str(script), str(tmp_path / "out")], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    commands = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    assert [words[:3] for words in commands] == [["-m", "ftgguf", "bench"]] * 4
+    for words in commands:
+        trace = words[3] == "trace"
+        options = parse(words[4:] if trace else words[3:], positional=trace)
+        assert options.against == "llama.cpp"
+        assert options.html
+        assert options.report
+        assert options.varied["-t"] == ["2"]
+        assert options.traces == []

@@ -3,8 +3,10 @@
 # Usage: run_all.sh OUT_DIR [CARRIED]
 # CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, and site/ with a built llama_cpp package and
 # site/include with ggml's headers. Needs torch, triton, nanobind, cmake, a C++ compiler.
-# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels". LLAMA_BENCH: a
-# llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is there).
+# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels against". LLAMA_BENCH:
+# a llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is there).
+# `against` (only where asked for) is the whole comparison over HTTP: LLAMA_SERVER: a llama-server built with CUDA;
+# BUDGETS: MiB of VRAM for each side, 0 for all; AGAINST_LIMIT: seconds for each, after which what is there is reported.
 set -u
 out=$1
 carried=${2:-.gpucarry}
@@ -47,6 +49,18 @@ case $what in *speed*)
     timeout "${SPEED_LIMIT:-240}" python3 tests/gpu/speed.py "$model" --json "$out/speed.json" --profile ${SPEED_ARGS:-} 2>&1 |
         tee "$out/speed.txt"
     [ -n "${LLAMA_BENCH:-}" ] && "$LLAMA_BENCH" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 | tee "$out/llama-bench.txt"
+    ;;
+esac
+case $what in *against*)
+    [ -e "$model" ] || python3 -m compat.synth --shape qwen3-30b --layers "$layers" "$model"
+    for budget in ${BUDGETS:-0 4096}; do
+        limit=
+        [ "$budget" -gt 0 ] && limit="--vram-budget $budget"
+        timeout -k 60 "${AGAINST_LIMIT:-420}" python3 -m ftgguf bench -m "$model" --against llama.cpp \
+            --llama-server "${LLAMA_SERVER:-llama-server}" $limit -p 512,8192 -n 128 -d 8192 -r 3 --longest 30 \
+            --timeout 120 --report "$out/against-$budget.json" --html "$out/against-$budget.html" ${AGAINST_ARGS:-} \
+            2>"$out/against-$budget.log" | tee "$out/against-$budget.md"
+    done
     ;;
 esac
 case $what in *kernels*) sh tests/gpu/run_kernels.sh "$out" ;; esac
