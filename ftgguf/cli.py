@@ -50,6 +50,13 @@ COMMANDS = {
 """Command -> the function that takes its arguments and returns the exit status, imported only when it is asked for:
 `module:name`, or `module:TABLE.key`."""
 
+NOT_HERE = {
+    "push": "models are pulled, not published; upload the GGUF with the Hub's or Ollama's own tools",
+    "signin": "pulls use the key of 'ollama signin' (~/.ollama/id_ed25519) or HF_TOKEN where they are there",
+    "signout": "nobody is signed in here",
+}
+"""Commands of Ollama that have no counterpart, and what to do instead."""
+
 SCRIPTED = "scripted:"
 """`-m scripted:FILE.json` is the model of tests (`ftgguf.engine.scripted`), not a name to look up."""
 
@@ -64,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] in ("--version", "version"):
         print(f"ftgguf {__version__}")
         return 0
+    if argv[0] in NOT_HERE:
+        print(f"ftgguf: {argv[0]} is not supported: {NOT_HERE[argv[0]]}", file=sys.stderr)
+        return 1
     if argv[0] != "serve" and argv[0] not in COMMANDS:
         hint = "; llama-server's flags follow `ftgguf serve`" if argv[0].startswith("-") else ""
         print(f"ftgguf: unknown command '{argv[0]}'{hint}\n{USAGE}", end="", file=sys.stderr)

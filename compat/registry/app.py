@@ -28,7 +28,8 @@ class Faults:
     """Everything off is a well-behaved server. Counters go down each time their fault is shown; -1 is for ever."""
 
     redirect: str = ""
-    """Blobs and files redirect: `same` host, `cross` (to `cdn_base`), `loop`, `downgrade`, or a literal address."""
+    """Blobs and files redirect: `same` host, `cross` (to `cdn_base`), `loop`, `downgrade` (to the same host by plain
+    http), or a literal address."""
     need_token: bool = False
     """401 with a Bearer challenge until the token of /token comes."""
     realm: str = ""
@@ -152,7 +153,7 @@ class FakeSource:
         path = unquote(re.sub(r"^https?://[^/]+", "", target))  # a proxy is asked for whole addresses
         headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
         self.seen.append(Seen(scope["method"], path, headers.get("host", ""), headers))
-        reply = Reply(self, send, scope["method"], headers)
+        reply = Reply(self, send, scope["method"], headers, scope["scheme"])
         for pattern, handler in self._routes():
             found = re.fullmatch(pattern, path)
             if found:
@@ -217,7 +218,8 @@ class FakeSource:
             await reply.small(404, b"not here")
         elif faults.redirect:
             host = reply.headers.get("host", "")
-            base = {"same": f"http://{host}", "cross": self.cdn_base}.get(faults.redirect)
+            bases = {"same": f"{reply.scheme}://{host}", "cross": self.cdn_base, "downgrade": f"http://{host}"}
+            base = bases.get(faults.redirect)
             target = f"{base}/cdn/{key}?signature=abc" if base is not None else faults.redirect
             if faults.redirect == "loop":
                 target = self.seen[-1].path
@@ -271,11 +273,14 @@ class FakeSource:
 class Reply:
     """One answer, with the faults applied."""
 
-    def __init__(self, source: FakeSource, send: Send, method: str, headers: dict[str, str]) -> None:
+    def __init__(
+        self, source: FakeSource, send: Send, method: str, headers: dict[str, str], scheme: str = "http"
+    ) -> None:
         self.source = source
         self.faults = source.faults
         self.generation = source.generation
         self.send = send
+        self.scheme = scheme
         self.method = method
         self.headers = headers
         self.extra: dict[str, str] = {}

@@ -243,6 +243,11 @@ async def remove(manager: Manager, name: str) -> None:
     """Delete a model of our store, unloaded first. Raises ApiError."""
 
     def known() -> StoredName:
+        served = manager.host.find(name)
+        if served is not None and served.entry is None:
+            raise InvalidRequest(
+                f"'{name}' is a file that this server was pointed to, not a pulled model: remove the file"
+            )
         target = target_name(name)
         if manager.store().get(target) is None:
             raise not_found(name)

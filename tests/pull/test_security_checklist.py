@@ -252,7 +252,7 @@ def test_downgrade(
     with running(FakeSource(), tls=(tmp_path / "key", tmp_path / "pem")) as secure:
         secure.source.add_model("library/tiny:latest", [("model", WEIGHTS)])
         digest = Digest.of(WEIGHTS)
-        secure.source.faults.redirect = f"{server.url}/v2/library/tiny/blobs/{digest}"
+        secure.source.faults.redirect = "downgrade"
         for insecure in (False, True):
             options = replace(session().options, insecure=insecure)
             with pytest.raises(Refused, match="from https to plain http"):

@@ -233,6 +233,14 @@ def test_an_engine_that_dies_does_not_take_the_others(server: Server) -> None:
     assert victims[1] in server.engines()
 
 
+def test_a_file_of_the_models_folder_is_not_deleted(server: Server, folder: Path) -> None:
+    """Only what was pulled can be; the answer says why."""
+    answer = server.http.request("DELETE", "/api/delete", json={"model": "second"})
+    assert answer.status_code == 400
+    assert "remove the file" in answer.json()["error"]
+    assert (folder / "second.gguf").exists()
+
+
 def test_ps_and_stop_commands(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     from ftgguf.terminal.remote import ps, stop
 
