@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compat.registry import FAST, FakeSource, Faults, Running, running
+from compat.registry import FAST, FakeSource, Faults, Running, running, speed
 from ftgguf.pull import body as body_module
 from ftgguf.pull import transfer as transfer_module
 from ftgguf.pull.client import Client, NetOptions
@@ -401,3 +401,20 @@ def test_cancel_ends_at_once(source: FakeSource, server: Running, folder: Path, 
             Transfer(client, item, folder, "other", lambda _a, _b: None).run()
     assert time.monotonic() - begun < 20
     assert not [thread for thread in threading.enumerate() if thread.name == "pull"]
+
+
+@pytest.mark.slow
+def test_memory_stays_under_150_mb(tmp_path: Path) -> None:
+    """300 MB from a server that sends as fast as it can, by a process of its own: nothing of the file is kept."""
+    path, hasher = tmp_path / "file", hashlib.sha256()
+    with path.open("wb") as file:
+        for seed in range(300):
+            block = random.Random(seed).randbytes(1_000_000)
+            hasher.update(block)
+            file.write(block)
+    url = f"http://127.0.0.1:{speed.serve(path)}/file"
+    (tmp_path / "target").mkdir()
+    code = speed._PULL + "import resource\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    command = [sys.executable, "-c", code, url, hasher.hexdigest(), "300000000", str(tmp_path / "target")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert int(done.stdout.split()[-1]) < 150_000  # KiB, as Linux gives it
