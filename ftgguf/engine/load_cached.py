@@ -141,4 +141,5 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
         arm=arm,
         rails=plan.mode == "hybrid",
         probe=plan.mode == "hybrid",
+        disk=p.expert_disk,
     )

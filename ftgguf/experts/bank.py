@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +94,14 @@ class Resident:
     layout: LayerLayout
     address: int
     view: U8
+
+    def at(self, offset: int) -> tuple[int, int]:
+        """Where the bytes at `offset` of expert 0 lie, and the distance to the next expert's."""
+        return self.address + offset, self.layout.slot_bytes
+
+    def read(self, experts: Sequence[int], out: U8) -> None:
+        """Copy `experts` to `out`, uint8 [len(experts), slot_bytes]."""
+        np.take(self.view, list(experts), axis=0, out=out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ GPU_ENTRY = 0.2e-6
 """Seconds of a row at an expert on a small card, in a tile of many."""
 GPU_PIECE = 4e-4
 """Seconds of a piece's dozen launches, which the host queues one by one."""
+BOUNCE_RATE = 4e9
+"""Bytes/s at which one thread puts experts together in pinned memory."""
 LOOK = 1e-4
 """Seconds from the end of the router to the host's next launch."""
 
@@ -36,11 +38,14 @@ class PathCosts:
     def bandwidths(self, kind: str) -> Bandwidths:
         return self.rates.get(kind, GUESS)
 
-    def of(self, kind: str, expert_bytes: int) -> Costs:
-        """The prefill planner's costs of experts of type `kind`. Unless it was measured, a further row at an expert is
-        taken to cost the CPU as much as the first: its kernels are bound by arithmetic, not by memory."""
+    def of(self, kind: str, expert_bytes: int, pinned: bool = True) -> Costs:
+        """The prefill planner's costs of experts of type `kind`; not `pinned` ones go by way of the host. Unless it was
+        measured, a further row at an expert is taken to cost the CPU as much as the first: its kernels are bound by
+        arithmetic, not by memory."""
         b = self.bandwidths(kind)
-        link = 1 / b.fill if b.fill > 0 else 1.0
+        link = 1 / b.fill if b.fill > 0 else 1 / GUESS.fill
+        if not pinned:
+            link += 1 / BOUNCE_RATE
         host = 1 / b.cpu if b.cpu > 0 else 1.0
         return Costs(
             stream=Cost(2e-5, link),

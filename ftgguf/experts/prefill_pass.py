@@ -116,15 +116,14 @@ class PrefillPass:
             expert_bytes=spec.slot_bytes,
             resident=spec.experts - absent,
             dense=self.times.dense(self._rows, s.costs.dense),
-            costs=s.costs.of(s.kinds[index], spec.slot_bytes),
-            on_cpu=not s.bank.pinned[spec.layer],
+            costs=s.costs.of(s.kinds[index], spec.slot_bytes, pinned=s.reachable(index)),
         )
 
     def _mode(self, index: int) -> Mode:
         s = self.store
         if not self._absent[index]:
             return Mode.RESIDENT
-        if not s.reachable(index) or s.ring.capacity(s.order[index].slot_bytes) < 1:
+        if s.ring.capacity(s.order[index].slot_bytes) < 1:
             return Mode.CPU
         mode = self.force or self.choices[index].mode
         # Planned from an estimate: the layer may need copies although none were expected.
@@ -233,7 +232,7 @@ class PrefillPass:
         resident = self.store.bank.layers[spec.layer]
         while pending.begun < len(pending.parts) and len(pending.issued) < 2:
             part = pending.parts[pending.begun]
-            pending.issued.append(self.store.ring.copy(resident, spec.layer, part))
+            pending.issued.append(self.store.ring.copy(resident, spec.layer, part, self.store.bank.pinned[spec.layer]))
             pending.begun += 1
 
     def _pieces(self, pending: Pending) -> torch.Tensor | None:
@@ -261,7 +260,8 @@ class PrefillPass:
             return
         spec = s.order[index]
         for part in cut(self._absent[index], s.ring.capacity(spec.slot_bytes))[:2]:
-            self._ahead.append(s.ring.copy(s.bank.layers[spec.layer], spec.layer, part))
+            resident, pinned = s.bank.layers[spec.layer], s.bank.pinned[spec.layer]
+            self._ahead.append(s.ring.copy(resident, spec.layer, part, pinned))
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -15,6 +15,7 @@ import torch
 
 from ftgguf.engine.device_memory import DeviceMemory
 from ftgguf.experts.bank import Resident
+from ftgguf.experts.disk import OnDisk
 
 
 def runs(experts: Sequence[int]) -> list[tuple[int, int]]:
@@ -33,6 +34,8 @@ class Buffer:
     """One half of the ring. `table` int32 [experts]: an expert's place, or -1; `layer`, `experts`: what it holds."""
 
     memory: torch.Tensor
+    bounce: torch.Tensor | None = None
+    """Pinned memory for experts that are not registered; made when it is needed."""
     ready: Any = None
     free: Any = None
     layer: int = -1
@@ -60,22 +63,27 @@ class Ring:
     def capacity(self, slot_bytes: int) -> int:
         return self.half // slot_bytes if self.buffers else 0
 
-    def copy(self, resident: Resident, layer: int, experts: Sequence[int]) -> Buffer:
-        """Begin to copy `experts` (ascending, at most `capacity`) of a layer into the buffer whose turn it is."""
+    def copy(self, resident: Resident | OnDisk, layer: int, experts: Sequence[int], pinned: bool = True) -> Buffer:
+        """Begin to copy `experts` (ascending, at most `capacity`) of a layer into the buffer whose turn it is; by way
+        of pinned memory where they are not `pinned` themselves, which the host fills before this returns."""
         buffer = self.buffers[self.turn]
         self.turn = 1 - self.turn
         size = resident.layout.slot_bytes
         table = np.full(resident.layout.experts, -1, np.int32)
         table[list(experts)] = np.arange(len(experts), dtype=np.int32)
-        source = torch.from_numpy(resident.view)
+        listed: Sequence[int] = experts
+        if isinstance(resident, OnDisk) or not pinned:
+            source, listed = self._bounce(buffer, resident, experts), range(len(experts))
+        else:
+            source = torch.from_numpy(resident.view)
         if self.stream is None:
-            self._copy_runs(buffer, source, experts, size)
+            self._copy_runs(buffer, source, listed, size)
             buffer.table = torch.from_numpy(table)
         else:
             staged = torch.from_numpy(table).pin_memory()
             with torch.cuda.stream(self.stream):
                 self.stream.wait_event(buffer.free)
-                self._copy_runs(buffer, source, experts, size)
+                self._copy_runs(buffer, source, listed, size)
                 buffer.table = staged.to(self.device, non_blocking=True)
                 buffer.ready.record(self.stream)
         buffer.layer, buffer.experts = layer, tuple(experts)
@@ -85,6 +93,17 @@ class Ring:
             where = [first + i * size for i in range(self.capacity(size))]
             buffer.addresses[size] = torch.tensor(where, dtype=torch.int64, device=self.device)
         return buffer
+
+    def _bounce(self, buffer: Buffer, resident: Resident | OnDisk, experts: Sequence[int]) -> torch.Tensor:
+        """uint8 [len(experts), slot_bytes] in pinned memory, once the copy before has left it."""
+        if buffer.bounce is None:
+            buffer.bounce = torch.empty(self.half, dtype=torch.uint8, pin_memory=self.on_gpu)
+        elif self.on_gpu:
+            buffer.ready.synchronize()
+        size = resident.layout.slot_bytes
+        staged = buffer.bounce[: len(experts) * size].view(len(experts), size)
+        resident.read(experts, staged.numpy())
+        return staged
 
     def _copy_runs(self, buffer: Buffer, source: torch.Tensor, experts: Sequence[int], size: int) -> None:
         at = 0

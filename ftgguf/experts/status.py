@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ftgguf.experts.control import Arm
+from ftgguf.experts.disk import OnDisk
 from ftgguf.experts.residency import Stat
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
         },
         "rebuilds": store.rebuilds,
         "slabs_moved": store.slabs_moved,
+        "promoted": store.promoted,
         "error": store.mail.error(),
     }
 
@@ -78,6 +80,7 @@ def fallbacks(store: CachedStore) -> dict[str, int]:
     """What does not go as it was meant to, by name: counts since start, or how many layers it concerns."""
     return {
         "unpinned_layers": sum(1 for ok in store.bank.pinned.values() if not ok),
+        "experts_on_disk": sum(isinstance(r, OnDisk) for r in store.bank.layers.values()),
         "prefill_without_ring": 0 if store.ring.buffers else 1,
         "guessed_bandwidths": 0 if store.costs.measured else 1,
         "split_gave_way": store.controller.switches,

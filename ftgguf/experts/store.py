@@ -25,12 +25,14 @@ from ftgguf.experts import key as keys
 from ftgguf.experts import residency, slots
 from ftgguf.experts import resize as resizing
 from ftgguf.experts.arena import Arena
-from ftgguf.experts.bank import Bank, LayerLayout, Pinner
+from ftgguf.experts.bank import Bank, BankError, LayerLayout, Pinner, Resident
 from ftgguf.experts.control import Arm, SplitController
 from ftgguf.experts.costs import PathCosts
+from ftgguf.experts.disk import DiskBank
 from ftgguf.experts.mailbox import WATCHDOG_SECONDS, Mailbox
 from ftgguf.experts.meter import StepMeter
 from ftgguf.experts.prefill_pass import PrefillPass
+from ftgguf.experts.promote import EVERY, Bounce, promote
 from ftgguf.experts.residency import Residency, Stat
 from ftgguf.experts.ring import Ring
 from ftgguf.gguf.types import TensorType
@@ -83,10 +85,12 @@ class CachedStore(ExpertStore):
         ring_bytes: int | None = None,
         warm: bool = True,
         probe: bool = False,
+        disk: bool = False,
         timeout: float = WATCHDOG_SECONDS,
     ) -> None:
         """`budget`: device bytes for slots and ring. `arm` with `rails` False is kept for ever (`--moe-mode`). `probe`:
-        measure both paths at the end of `load` where `costs` does not cover the types."""
+        measure both paths at the end of `load` where `costs` does not cover the types. `disk`: where host memory cannot
+        hold the experts, leave them in the mapped file (`--expert-disk`)."""
         super().__init__()
         self.memory, self.budget, self.top_k, self.decode_rows = memory, budget, top_k, decode_rows
         self.cpus, self.pinner, self.policy, self.timeout = cpus, pinner, policy, timeout
@@ -104,6 +108,8 @@ class CachedStore(ExpertStore):
         self._mixed = False
         self.fill_seconds = 0.0
         self.fill_bytes_timed = 0.0
+        self._disk = disk
+        self.promoted = 0
         self._forced: tuple[int, int] | None = None
         self._written: dict[tuple[str, int], tuple[tuple[int, int], int]] = {}
         """What `_write_split` made the device's split from."""
@@ -120,12 +126,18 @@ class CachedStore(ExpertStore):
             spec.layer: LayerLayout(spec.experts, spec.slot_bytes, tuple((t.info, at) for t, at in spec.parts))
             for spec in self.order
         }
-        self.bank = Bank(reader.gguf, layouts, threads=len(reader.files) and 8)
+        self.bank: Bank | DiskBank
+        try:
+            self.bank = Bank(reader.gguf, layouts, threads=len(reader.files) and 8)
+        except BankError as error:
+            if not self._disk:
+                raise
+            self.bank = DiskBank(reader.gguf, layouts, str(error).partition(":")[0])
         self.bank.load(progress)
         device = self.memory.device
         if self.pinner is not None:
             self.bank.pin(self.pinner)
-        elif device.type == "cpu":
+        elif device.type == "cpu" and isinstance(self.bank, Bank):
             self.bank.pinned = dict.fromkeys(self.bank.pinned, True)  # the interpreter reads all memory
         self._make_worker()
         self._make_cache(device)
@@ -164,13 +176,14 @@ class CachedStore(ExpertStore):
             resident = self.bank.layers[spec.layer]
             w = spec.weights
 
-            def matrix(m: ExpertMatrix, address: int = resident.address, stride: int = spec.slot_bytes) -> Any:
+            def matrix(m: ExpertMatrix, resident: Any = resident) -> Any:
+                address, stride = resident.at(m.offset)
                 vectors = []
                 for v in (m.bias, m.scale):
                     values = None if v is None else np.ascontiguousarray(v.detach().float().cpu().numpy())
                     self._host_vectors.append(values)
                     vectors.append(0 if values is None else values.ctypes.data)
-                return native.ExpertMatrix.make(int(m.type), address + m.offset, stride, m.n, m.k, *vectors)
+                return native.ExpertMatrix.make(int(m.type), address, stride, m.n, m.k, *vectors)
 
             gate = None if w.gate is None else matrix(w.gate)
             self.worker.add_layer(i, spec.experts, CPU_NAMES[w.activation], gate, matrix(w.up), matrix(w.down))
@@ -189,6 +202,7 @@ class CachedStore(ExpertStore):
             self.state.host_base[i, 0] = self.bank.layers[spec.layer].address
             self.state.host_stride[i, 0] = spec.slot_bytes
         self.set_addresses()
+        self.bounce = Bounce(max(sizes), device)
         if self._warm:
             # As many of each layer: a cold cache would miss everything at first.
             lanes = np.arange(experts)[:, None] + np.arange(len(sizes))[None, :] * self.state.e_pad
@@ -221,14 +235,17 @@ class CachedStore(ExpertStore):
         ]
         for flat in flats:
             i, expert = divmod(flat, s.e_pad)
-            if expert >= s.experts or not self.reachable(i) or s.slot_of[i, expert] >= 0:
+            if expert >= s.experts or s.slot_of[i, expert] >= 0:
                 continue
             slot = int(next(free[int(s.layer_class[i])], -1))
             if slot < 0:
                 continue
-            spec = self.order[i]
-            source = torch.from_numpy(self.bank.layers[spec.layer].view[expert])
-            self.arena.slot(int(offsets[slot]), spec.slot_bytes).copy_(source, non_blocking=True)
+            resident, size = self.bank.layers[self.order[i].layer], self.order[i].slot_bytes
+            if isinstance(resident, Resident) and self.reachable(i):
+                source = torch.from_numpy(resident.view[expert])
+                self.arena.slot(int(offsets[slot]), size).copy_(source, non_blocking=True)
+            else:
+                self.bounce.copy(self, i, expert, int(offsets[slot]))
             s.owner_of[slot] = flat
             s.slot_of[i, expert] = slot
 
@@ -283,6 +300,8 @@ class CachedStore(ExpertStore):
             self.controller.record(sample)
             self._write_split()
         self._steps += 1
+        if self._steps % EVERY == 0 and not all(self.bank.pinned.values()) and self.arena.chunks:
+            promote(self)
         if self._steps % REBASE_LOOK == 0:
             self.rebase()
 

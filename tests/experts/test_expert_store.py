@@ -26,6 +26,7 @@ from ftgguf.experts.bank import LimitedPinner  # noqa: E402
 from ftgguf.experts.control import Bandwidths  # noqa: E402
 from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.prefill import Mode  # noqa: E402
+from ftgguf.experts.promote import promote  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
 from ftgguf.experts.status import cache_status  # noqa: E402
 from ftgguf.nouns import F32  # noqa: E402
@@ -199,15 +200,53 @@ def test_layers_that_are_not_pinned_run_on_the_cpu(path: Path, resident: Residen
     probe = load_cached(path, DEVICE, 0)
     one = probe.store.bank.report.bytes // LAYERS
     probe.store.close()
-    executor = load_cached(path, DEVICE, ALL, pinner=LimitedPinner(one + (1 << 17)))
+    executor = load_cached(path, DEVICE, ALL, pinner=LimitedPinner(one + (1 << 17)), warm=False)
     store: Any = executor.store
     store.force_split(*FILL)
     assert list(store.bank.pinned.values()) == [True, False]
     assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
-    stats = store.statistics()
+    stats = store.statistics().copy()
     assert stats[0, Stat.CPU] == 0
     assert stats[1, Stat.CPU] == stats[1, Stat.EXPERTS]
     assert "1 of 2 layers run on the CPU" in cache_status(store)["bank"]["line"]
+    # the host brings what was used into slots at a safe point, and nothing of the layer that fetches for itself
+    assert promote(store) == stats[1, Stat.CPU] - repeats(store)
+    check(store.state)
+    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    assert (store.statistics() - stats)[1, Stat.HITS] == stats[1, Stat.EXPERTS]
+    store.close()
+
+
+def repeats(store: Any) -> int:
+    """Uses of layer 1 beyond each expert's first."""
+    used = store.state.key[0, 1] > -(1 << 30)
+    return int(store.statistics()[1, Stat.EXPERTS] - used.sum())
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.SHARE])
+def test_experts_on_disk(
+    small: Path, resident: Resident, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: Mode
+) -> None:
+    """Host memory too small: refused with the numbers, or read from the file with the same answers, in decode on the
+    CPU and from slots, and in prompts through the ring."""
+    from ftgguf.experts import bank as banks
+
+    monkeypatch.setattr(banks, "available_memory", lambda: 1 << 16)
+    with pytest.raises(banks.BankError, match=r"need 0\.0 GB of host memory and .* free.*--expert-disk"):
+        load_cached(small, DEVICE, 4)
+    executor = load_cached(small, DEVICE, 4, disk=True, decode_rows=1, warm=mode is Mode.STREAM)
+    store: Any = executor.store
+    status = cache_status(store)
+    assert status["fallbacks"]["experts_on_disk"] == LAYERS
+    assert "they stay in the mapped file" in status["bank"]["line"]
+    store.prefill.force = mode
+    got = executor.forward(rows(resident.prompt, 0, list(range(PROMPT))))
+    assert nmse(got, resident.prefilled) < (SAME if mode is Mode.STREAM else 1e-3)
+    assert nmse(executor.forward(rows([9], PROMPT, [0])), resident.after) < (1e-9 if mode is Mode.STREAM else 1e-3)
+    promote(store)
+    check(store.state)
+    assert np.count_nonzero(store.state.owner_of >= 0) == 4
+    assert nmse(executor.forward(rows([9], PROMPT, [0])), resident.after) < (1e-9 if mode is Mode.STREAM else 1e-3)
     store.close()
 
 

@@ -2,7 +2,7 @@
 
 For each share of the experts that fits: tok/s with the split, fill-all and all-CPU; seconds for 64 and 2048 new tokens;
 and what a miss costs, in parts: the paths alone by number of experts, the layers by number of misses, prompts' layers
-as predicted and as measured. `--replay FILE.npz` routes decode as a recorded trace does (`ftgguf serve --record-routing`).
+as predicted and as measured. `--replay FILE.npz` routes decode as a recorded trace does (`serve --record-routing`).
 """
 
 from __future__ import annotations
