@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ftgguf.engine.memory import available_memory
-from ftgguf.flags.config import ServerConfig
+from ftgguf.flags.config import ServerConfig, SpecConfig
 
 
 def host_budget(limit_mib: int, available: int) -> int:
@@ -35,6 +35,8 @@ class EngineConfig:
     """
     snapshot_bytes: int = 0
     """Budget of recurrent snapshots."""
+    spec: SpecConfig = field(default_factory=SpecConfig)
+    """Drafts; none without types."""
     host_bytes: int = 0
     """Host memory for pages that leave the tree; 0 keeps none."""
 
@@ -55,5 +57,6 @@ class EngineConfig:
             ctx_shift=context.shift,
             cont_batching=context.cont_batching,
             slot_prompt_similarity=context.slot_prompt_similarity,
+            spec=config.spec,
             host_bytes=host_budget(context.cache_ram, available_memory()) if context.cache_idle_slots else 0,
         )

@@ -77,7 +77,7 @@ class Controls:
     def _state(self, slot: Slot) -> dict[str, Any]:
         engine = self._engine
         new_line = slot.sequence is not None and engine.has_new_line(slot.sequence)
-        return slot_state(slot, engine.scheduler.n_ctx, new_line)
+        return slot_state(slot, engine.scheduler.n_ctx, new_line, engine.scheduler.speculates)
 
     def _metrics(self, reset: bool) -> dict[str, float]:
         engine = self._engine

@@ -211,11 +211,27 @@ class Engine:
             return
         row = 0
         for sequence, n in step.work:
-            sequence.n_past += n
-            if sequence.state == State.PREFILL and not self._advance_prompt(sequence, now):
+            if sequence.state == State.DECODE:
+                self._verify(sequence, values[row : row + n])
+                row += n
                 continue
-            self._sample(sequence, values[row])
-            row += 1
+            sequence.n_past += n
+            if sequence.state == State.PREFILL and self._advance_prompt(sequence, now):
+                self._sample(sequence, values[row])
+                row += 1
+
+    def _verify(self, sequence: Sequence, logits: F32) -> None:
+        """Sample behind the next token, and on through its draft as long as what was drafted is chosen."""
+        draft = sequence.draft.tolist()
+        before = sequence.n_accepted
+        sequence.n_drafted += len(draft)
+        for i, expected in enumerate([*draft, -1]):
+            sequence.n_past += 1
+            self._sample(sequence, logits[i], expected)
+            if sequence.n_accepted - before <= i or sequence.state != State.DECODE:
+                break
+        if draft:
+            self.metrics.add_draft(len(draft), sequence.n_accepted - before)
 
     def _pool(self, step: Step, states: F32, now: float) -> None:
         """Hidden states, float32 [outputs, n_embd], to the poolers of their sequences."""
@@ -239,8 +255,9 @@ class Engine:
         if step.prompt_rows:
             metrics.add_prompt(step.prompt_rows, seconds)
         for sequence, n in step.work:
-            if sequence.n_past + n > metrics.n_tokens_max:
-                metrics.n_tokens_max = sequence.n_past + n
+            length = sequence.n_past + (1 if sequence.state == State.DECODE else n)
+            if length > metrics.n_tokens_max:
+                metrics.n_tokens_max = length
 
     def _advance_prompt(self, sequence: Sequence, now: float) -> bool:
         """A part of the prompt was evaluated; True when a token is to be sampled now."""
@@ -271,7 +288,7 @@ class Engine:
                 )
             )
 
-    def _sample(self, sequence: Sequence, logits: F32) -> None:
+    def _sample(self, sequence: Sequence, logits: F32, drafted: int = -1) -> None:
         """Choose the next token; whatever goes wrong here is this request's trouble only."""
         try:
             assert sequence.sampler is not None
@@ -282,6 +299,7 @@ class Engine:
             if sequence.n_generated == 1:
                 clock.prompt_last = clock.gen_last
             sequence.append(token)
+            sequence.n_accepted += token == drafted
             full = sequence.n_past + 1 >= self.scheduler.n_ctx and not self.scheduler.can_shift
             output = self._outputs[sequence.id]
             delta = output.push(sequence, token, probs, token in self.toolkit.eog, full)

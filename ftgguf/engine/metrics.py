@@ -41,11 +41,20 @@ class Metrics:
     n_deferred_pages: int = 0
     n_context_shifts: int = 0
     n_failed_steps: int = 0
+    n_drafts: int = 0
+    n_draft_tokens: int = 0
+    n_draft_accepted: int = 0
 
     def add_prompt(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt rows were computed in a step of `seconds`."""
         self.prompt.add(tokens, tokens, seconds)
         self.prompt_window.add(tokens, tokens, seconds)
+
+    def add_draft(self, tokens: int, accepted: int) -> None:
+        """A draft of `tokens` was verified."""
+        self.n_drafts += 1
+        self.n_draft_tokens += tokens
+        self.n_draft_accepted += accepted
 
     def add_predicted(self, sequence: Sequence) -> None:
         """The sequence is over."""
@@ -65,6 +74,9 @@ class Metrics:
             "tokens_predicted_seconds_total": self.predict.seconds,
             "n_decode_total": self.n_decode,
             "n_tokens_max": self.n_tokens_max,
+            "spec_decode_num_draft_tokens_total": self.n_draft_tokens,
+            "spec_decode_num_accepted_tokens_total": self.n_draft_accepted,
+            "spec_decode_num_drafts_total": self.n_drafts,
             "prompt_tokens_seconds": self.prompt_window.rate(),
             "predicted_tokens_seconds": self.predict_window.rate(),
             "n_busy_slots_per_decode": self.n_busy_slots / self.n_decode if self.n_decode else 0.0,

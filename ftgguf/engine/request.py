@@ -99,6 +99,9 @@ class Clock:
         return max(1e-3, (self.gen_last - self.prompt_last) * 1e3) if self.gen_last else 0.0
 
 
+_NO_DRAFT: I32 = np.zeros(0, np.int32)
+
+
 class Sequence:
     """One request being served.
 
@@ -111,10 +114,13 @@ class Sequence:
         "arrival",
         "cached",
         "clock",
+        "draft",
         "exact",
         "id",
         "kind",
         "limit",
+        "n_accepted",
+        "n_drafted",
         "n_generated",
         "n_past",
         "n_processed",
@@ -156,6 +162,9 @@ class Sequence:
         self.n_processed = 0
         """Prompt tokens evaluated for this request (once each, however often it was preempted)."""
         self.n_generated = 0
+        self.draft: I32 = _NO_DRAFT
+        """Tokens that the step in progress evaluates behind the next one."""
+        self.n_drafted = self.n_accepted = 0
         self.exact = 1 << 60
         """The cells of positions below this are exact; a context shift lowers it, and nothing above is kept."""
         self.truncated = False
@@ -206,12 +215,14 @@ class Sequence:
     def timings(self) -> dict[str, float]:
         """nouns.Timings' fields."""
         clock = self.clock
+        drafts = {"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {}
         return {
             "cache_n": self.cached,
             "prompt_n": self.n_processed,
             "prompt_ms": clock.prompt_ms(),
             "predicted_n": self.n_generated,
             "predicted_ms": clock.predicted_ms(),
+            **drafts,
         }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from ftgguf.engine.cache import KvCache
 from ftgguf.engine.config import EngineConfig
+from ftgguf.engine.drafts import Drafter
 from ftgguf.engine.executor import Executor, NotSupported
 from ftgguf.engine.metrics import Metrics
 from ftgguf.engine.request import Sequence, State
@@ -64,6 +65,8 @@ class Scheduler:
         """Sequences with a slot, by arrival."""
         self.started: list[Sequence] = []
         """Sequences that began since the caller last looked."""
+        self.speculates = bool(config.spec.types) and not executor.recurrent
+        self._drafter = Drafter(config.spec) if self.speculates else None
         self.host: HostTier | None = None
         """Where pages that left the tree are found again."""
         self.exhausted: list[Sequence] = []
@@ -150,18 +153,37 @@ class Scheduler:
         if len(decoding) >= limit:
             decoding = self._rotate(decoding, limit - 1 if waiting and limit > 1 else limit)
         work: list[tuple[Sequence, int]] = []
-        rows = len(decoding)
-        for row, sequence in enumerate(decoding):
-            n_past = sequence.n_past
-            self._token[row] = sequence.tokens[n_past]
-            self._position[row] = n_past
-            self._sequence[row] = row
-            self._cell[row] = sequence.table[n_past]
-            self._outputs[row] = row
-            work.append((sequence, 1))
+        rows, spare = 0, limit - len(decoding)
+        for index, sequence in enumerate(decoding):
+            if self._drafter is not None:
+                self._draft(sequence, spare // 2 if waiting else spare)
+                spare -= len(sequence.draft)
+            n_past, n = sequence.n_past, 1 + len(sequence.draft)
+            self._token[rows] = sequence.tokens[n_past]
+            self._token[rows + 1 : rows + n] = sequence.draft
+            self._position[rows : rows + n] = self._counting[n_past : n_past + n]
+            self._sequence[rows : rows + n] = index
+            self._cell[rows : rows + n] = sequence.table[n_past : n_past + n]
+            work.append((sequence, n))
+            rows += n
+        self._outputs[:rows] = self._counting[:rows]
+        n_decode = rows
         if waiting and (not rows or self.config.cont_batching):
             rows = self._add_prompts(active, work, rows)
-        return self._step(work, len(decoding), rows) if rows else None
+        return self._step(work, len(decoding), n_decode, rows) if rows else None
+
+    def _draft(self, sequence: Sequence, budget: int) -> None:
+        """Give the sequence a draft of at most `budget` tokens, for which there are cells without evicting any."""
+        assert self._drafter is not None
+        n_past = sequence.n_past
+        room = min(budget, self.n_ctx - n_past - 2)
+        if sequence.limit >= 0:
+            room = min(room, sequence.limit - sequence.n_generated - 1)
+        draft = self._drafter.draft(sequence.known, room)
+        while n_past + 1 + len(draft) > len(sequence.pages) * PAGE and self.cache.pool.n_free:
+            if not self.cache.grow(sequence):
+                break
+        sequence.draft = draft[: len(sequence.pages) * PAGE - n_past - 1]
 
     def _rotate(self, decoding: list[Sequence], n: int) -> list[Sequence]:
         """`n` of more sequences than fit in a step, each in its turn."""
@@ -169,9 +191,10 @@ class Scheduler:
         first = self._turn * n % len(decoding)
         return (decoding[first:] + decoding[:first])[:n]
 
-    def _step(self, work: list[tuple[Sequence, int]], n_decode: int, rows: int) -> Step:
+    def _step(self, work: list[tuple[Sequence, int]], n_decoding: int, n_decode: int, rows: int) -> Step:
+        """`n_decoding` of the sequences generate, with `n_decode` rows together; the others' prompts follow."""
         n_outputs, row = n_decode, n_decode
-        for sequence, n in work[n_decode:]:
+        for sequence, n in work[n_decoding:]:
             row += n
             n_past = sequence.n_past
             if sequence.pooler is not None:

@@ -82,13 +82,13 @@ def choose(slots: Iterable[Slot], request: Generate, prompt: I32, similarity: fl
     return best
 
 
-def slot_state(slot: Slot, n_ctx: int, has_new_line: bool) -> dict[str, Any]:
+def slot_state(slot: Slot, n_ctx: int, has_new_line: bool, speculative: bool = False) -> dict[str, Any]:
     """One item of `/slots`."""
     sequence = slot.sequence
     item: dict[str, Any] = {
         "id": slot.id,
         "n_ctx": n_ctx,
-        "speculative": False,
+        "speculative": speculative,
         "is_processing": sequence is not None,
     }
     if sequence is not None:

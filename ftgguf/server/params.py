@@ -55,6 +55,7 @@ class RequestParams:
     reasoning_start: str = ""
     reasoning_ends: list[str] = field(default_factory=list)
     reasoning_message: str = ""
+    spec_types: str = "none"
 
     @classmethod
     def defaults(cls, config: ServerConfig) -> RequestParams:
@@ -72,6 +73,7 @@ class RequestParams:
             sampling=sampling,
             grammar=grammar,
             reasoning_format="deepseek" if reasoning == "auto" else reasoning,
+            spec_types=",".join(config.spec.types) or "none",
         )
 
     def sampling_params(self) -> SamplingParams:
@@ -125,7 +127,7 @@ class RequestParams:
             "reasoning_in_content": self.reasoning_in_content,
             "generation_prompt": self.generation_prompt,
             "samplers": list(self.sampling["samplers"]),
-            "speculative.types": "none",
+            "speculative.types": self.spec_types,
             "timings_per_token": self.timings_per_token,
             "post_sampling_probs": self.sampling["post_sampling_probs"],
             "backend_sampling": self.backend_sampling,

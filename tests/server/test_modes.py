@@ -244,3 +244,18 @@ def test_prompts_that_left_the_cells_come_back_from_host_memory() -> None:
         assert max(cached) < 320
         assert again == texts
         assert "ftgguf_host_recalled" not in metrics
+
+
+def test_speculation_drafts_and_says_so() -> None:
+    """`--spec-type`: counts in `timings` and /metrics under llama-server's names, and in /slots that it is on."""
+    flags = ["-c", "2048", "-t", "1", "--metrics", "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3"]
+    with our_server(resolve_stories(), flags) as url, httpx.Client(base_url=url, timeout=60) as http:
+        request = {"prompt": "the cat and the dog and " * 8, "n_predict": 200, "temperature": 0, "ignore_eos": True}
+        answer = http.post("/completion", json=request | {"repeat_penalty": 0.5}).json()
+        assert answer["tokens_predicted"] == 200
+        assert 0 < answer["timings"]["draft_n_accepted"] <= answer["timings"]["draft_n"]
+        assert answer["generation_settings"]["speculative.types"] == "ngram-simple"
+        assert all(slot["speculative"] for slot in http.get("/slots").json())
+        metrics = http.get("/metrics").text
+        assert f"llamacpp:spec_decode_num_draft_tokens_total {answer['timings']['draft_n']}" in metrics
+        assert f"llamacpp:spec_decode_num_accepted_tokens_total {answer['timings']['draft_n_accepted']}" in metrics
