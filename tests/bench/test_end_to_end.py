@@ -93,6 +93,10 @@ def test_against_llama_cpp_in_process(tmp_path: Path) -> None:
     assert "ftgguf against the best of its peers: pp24 " in done.stdout
     assert [c.name for c in report.contestants] == ["ftgguf", "llama.cpp repacked", "llama.cpp plain"]
     assert all(c.build and c.isa and c.command for c in report.contestants)
+    assert [c.layout for c in report.peers] == ["repacked", "plain"]
+    assert all(c.rss_peak >= c.rss_steady > 10 << 20 for c in report.contestants)
+    assert all(len(s) == 2 for r in report.rows for s in r.samples.values())
+    assert len(report.model["sha256"]) == 64
     assert report.outputs.prompts == 8
     document = json.loads(saved.read_bytes())
     assert len(document["ratios"]) == 2 * 2
@@ -177,7 +181,7 @@ def interrupted(process: subprocess.Popen[str], number: int, saved: Path, page: 
     return report, out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_in_process_keeps_what_was_measured(tmp_path: Path, number: int) -> None:
     saved, page = tmp_path / "r.json", tmp_path / "r.html"
     words = [*SMALL, "--against", "llama.cpp", "-r", "1000", "--report", str(saved), "--html", str(page)]
