@@ -94,7 +94,7 @@ class Routes:
         if source is None:
             raise ApiError("model is not found", "not_found_error")
         instance = self._host.pool.known(source.name)
-        if instance is not None and instance.status != "unloaded":
+        if instance is not None and instance.status != "unloaded" and instance.ending is None:
             raise InvalidRequest("model is already running")
         self._host.pool.load(source)
         return json_response({"success": True})

@@ -78,3 +78,19 @@ def test_formats_and_tools(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError) as caught:
         client.chat(str(missing), ASK)
     assert caught.value.status_code == 404
+
+
+def test_the_front_answers_while_the_model_loads(client: ollama.Client) -> None:
+    """/health is answered again and again meanwhile, and says which model and how far it is."""
+    client.generate("demo", keep_alive=0)
+    http = client._client
+    while client.ps().models:
+        pass
+    assert http.post("/models/load", json={"model": "demo"}).json() == {"success": True}
+    told: list[Any] = []
+    while not client.ps().models:
+        told += http.get("/health").json().get("loading", [])
+    assert len(told) >= 3
+    assert {each["model"] for each in told} == {"demo"}
+    assert all(0 <= each["progress"] <= 1 and each["stage"] for each in told)
+    assert [model.model for model in client.ps().models] == ["demo"]
