@@ -176,7 +176,7 @@ def _with_cache(
 ) -> list[str]:
     pool = sum(t.info.nbytes for t in found.tensors.values() if t.use is Use.EXPERTS)
     text = [
-        *_parts(device, cached.fit.parts, cached.fit.n_cells, budget, source),
+        *_parts(device, cached.fit.parts, cached.start_cells, budget, source),
         f"  all {cached.fit.n_layer} layers on the GPU; misses of the expert cache: "
         + {"offload": "fetched over the link", "cpu": "run on the CPU"}.get(cached.mode, "fetched, or run on the CPU"),
         f"host memory: {pool / MIB:.0f} MiB of experts, {available_memory() / MIB:.0f} MiB available",

@@ -128,7 +128,9 @@ class BankReport:
     def line(self) -> str:
         gb = self.bytes / 1e9
         rate = self.bytes / max(self.read_seconds, 1e-9) / 1e9
-        text = f"expert bank: {gb:.2f} GB read in {self.read_seconds:.1f} s ({rate:.1f} GB/s)"
+        text = f"expert bank: {gb:.2f} GB"
+        if self.read_seconds:
+            text += f" read in {self.read_seconds:.1f} s ({rate:.1f} GB/s)"
         if self.pinned or self.pin_seconds:
             text += f", {self.pinned / 1e9:.2f} GB pinned in {self.pin_seconds:.1f} s"
         if self.numa_nodes > 1:

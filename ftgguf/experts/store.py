@@ -8,6 +8,7 @@ Prefill is `prefill_pass`. Between passes (`finish`) the split follows what was 
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -42,6 +43,7 @@ from ftgguf.kernels.matrix import ExpertMatrix
 from ftgguf.kernels.residency import DeviceResidency, StepBuffers, residency_step
 from ftgguf.models.config import ModelError
 
+log = logging.getLogger(__name__)
 RING_SHARE = 16
 """The prefill ring has this fraction of the budget, at most RING_BYTES."""
 RING_BYTES = 256 << 20
@@ -297,7 +299,10 @@ class CachedStore(ExpertStore):
             for path in sample.paths.values():
                 self.fill_seconds += path.fill_seconds
                 self.fill_bytes_timed += path.fill_bytes
+            switches = self.controller.switches
             self.controller.record(sample)
+            if self.controller.switches != switches:
+                log.info("misses are served by another arm: %s", self.controller.reason)
             self._write_split()
         self._steps += 1
         if self._steps % EVERY == 0 and not all(self.bank.pinned.values()) and self.arena.chunks:

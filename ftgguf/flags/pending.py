@@ -14,6 +14,5 @@ PENDING: dict[str, str] = {
     "--op-offload": "prompts use the GPU for experts in host memory wherever that is predicted to be faster",
     "--lazy-mode": "files are mapped, so rows of large tables are read when they are needed, in every mode",
     "--cpu-strict": "threads share the CPUs of the mask; the system places them",
-    "--expert-disk": "all experts are read into host memory",
 }
 """Canonical spelling (`Flag.name`) -> what happens until it is built."""

@@ -14,8 +14,13 @@ from ftgguf.server import app
 class Store:
     """Takes sizes up to a limit."""
 
+    budget = 5 << 20
+
     def __init__(self) -> None:
         self.sizes: list[int] = []
+
+    def rebuild(self) -> dict[str, int]:
+        return {"bytes_before": 1, "bytes": 1, "slots": 7, "moved": 0}
 
     def resize(self, budget: int) -> dict[str, int]:
         if budget > 1 << 30:
@@ -46,7 +51,8 @@ def test_rebuild_reaches_the_store_in_a_segment() -> None:
     done = cache_controls.answer(executor, "expert_cache_rebuild", {"size_mib": 3})
     assert store.sizes == [3 << 20]
     assert done["bytes"] == 3 << 20
-    for bad in (None, -1, 1.5, "8", True):
+    assert cache_controls.answer(executor, "expert_cache_rebuild", {})["slots"] == 7  # the size stays
+    for bad in (-1, 1.5, "8", True):
         with pytest.raises(ValueError, match="size_mib"):
             cache_controls.answer(executor, "expert_cache_rebuild", {"size_mib": bad})
     with pytest.raises(ValueError, match="no room"):

@@ -63,6 +63,7 @@ class Resident:
         executor = load_cached(small, DEVICE, None)
         self.prefilled = executor.forward(rows(self.prompt, 0, list(range(PROMPT)))).copy()
         self.after = executor.forward(rows([9], PROMPT, [0])).copy()
+        self.small = decode(executor, self.tokens)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_decode_is_the_same_for_every_placement(
 
 def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
     """And the judge of the device's tests tells it from rounding, which it lets pass."""
-    tokens = [17, 230, 44, 9]
+    tokens = [17, 230]
     want = decoded(load_cached(small, DEVICE, None), tokens)
     good = cached(4, of_small=True)
     good.store.force_split(*MIXED)
@@ -193,18 +194,18 @@ def test_prefill_is_the_same_in_every_mode(
     assert nmse(executor.forward(rows([9], PROMPT, [0])), resident.after) < max(SAME, bound)
 
 
-def test_layers_that_are_not_pinned_run_on_the_cpu(path: Path, resident: Resident, monkeypatch: Any) -> None:
+def test_layers_that_are_not_pinned_run_on_the_cpu(small: Path, resident: Resident, monkeypatch: Any) -> None:
     from ftgguf.experts import bank as banks
 
-    monkeypatch.setattr(banks, "PIECE", 1 << 20)  # a piece for each layer
-    probe = load_cached(path, DEVICE, 0)
-    one = probe.store.bank.report.bytes // LAYERS
+    monkeypatch.setattr(banks, "PIECE", 1)  # a piece for each layer
+    probe = load_cached(small, DEVICE, 0)
+    limit = probe.store.bank._pieces[0][1]
     probe.store.close()
-    executor = load_cached(path, DEVICE, ALL, pinner=LimitedPinner(one + (1 << 17)), warm=False)
+    executor = load_cached(small, DEVICE, ALL, pinner=LimitedPinner(limit), warm=False)
     store: Any = executor.store
     store.force_split(*FILL)
     assert list(store.bank.pinned.values()) == [True, False]
-    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    assert nmse(decode(executor, resident.tokens), resident.small) < SAME
     stats = store.statistics().copy()
     assert stats[0, Stat.CPU] == 0
     assert stats[1, Stat.CPU] == stats[1, Stat.EXPERTS]
@@ -212,7 +213,7 @@ def test_layers_that_are_not_pinned_run_on_the_cpu(path: Path, resident: Residen
     # the host brings what was used into slots at a safe point, and nothing of the layer that fetches for itself
     assert promote(store) == stats[1, Stat.CPU] - repeats(store)
     check(store.state)
-    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    assert nmse(decode(executor, resident.tokens), resident.small) < SAME
     assert (store.statistics() - stats)[1, Stat.HITS] == stats[1, Stat.EXPERTS]
     store.close()
 
@@ -256,7 +257,7 @@ def test_a_resize_keeps_the_best_experts_and_the_answer(
 ) -> None:
     """With a chunk for each slot, and with one for all: memory goes back chunk by chunk."""
     monkeypatch.setattr(arena, "CHUNK_BYTES", chunk)
-    executor = cached(ALL)
+    executor = cached(ALL, of_small=True)
     store = executor.store
     decode(executor, resident.tokens)
     store.device_state.store(store.state)
@@ -270,7 +271,7 @@ def test_a_resize_keeps_the_best_experts_and_the_answer(
         check(store.state)
         if slots == used.sum():
             assert (store.state.slot_of[used] >= 0).all()
-        assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+        assert nmse(decode(executor, resident.tokens), resident.small) < SAME
     assert cache_status(store)["rebuilds"] == 2
     with pytest.raises(ValueError, match="ring"):
         store.resize(0)
