@@ -19,8 +19,8 @@ async def get_status(request: Request) -> Response:
 
 async def post_rebuild(request: Request) -> Response:
     """Body `{"size_mib": N}`: device memory for cached experts; `{}`: the size stays, and the slots are filled anew
-    with the experts that are worth most. Requests in flight go on; no weights are read from the file again. Answers with
-    the bytes before and after and the slots."""
+    with the experts that are worth most. Requests in flight go on; no weights are read from the file again. Answers
+    with the bytes before and after and the slots."""
     state = state_of(request)
     body, _ = await state.json(request)
     size = body.get("size_mib") if isinstance(body, dict) else -1
