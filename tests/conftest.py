@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from ftgguf.pull.upcycle import upcycle
 if shutil.which("nvidia-smi") is None:
     # read when triton is first imported: kernels run on CPU tensors
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# a shell's background job ignores Ctrl-C, and so would the programs that tests interrupt
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 amx.avoid_if_broken()  # before any test loads libllama into this process
 
