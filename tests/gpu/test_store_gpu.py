@@ -2,11 +2,14 @@
 releases a waiting GPU. The resident store is the oracle (tests/experts/test_expert_store.py has the same under the
 interpreter, with prefill's modes).
 
-Activations are rounded to 8 bits and random routers have near ties, so one unit in the last place of a norm's weights
-moves this model's 40 tokens by up to 9e-5 on the CPU executor alone, mostly through another expert at a tie. Hence
-three tests that tell rounding from a race or a wrong expert: routed as the resident run was, logits agree to 1e-6 over
-all tokens; routed freely, the first other expert must be at a tie; the same run twice gives the same bits, since the
-split is fixed and every sum has an order."""
+Two models. In the one with F16 experts nothing is rounded to 8 bits, so placement may move the logits by the order of
+sums only: NMSE below 1e-6. In the one with Q4_K and Q6_K experts a unit in the last place moves an activation over an
+8-bit step now and then; that moves the next products' inputs by a thousandth, which moves hundreds over theirs: the
+error jumps from 0 to the size of the 8-bit rounding itself, in a race-free run under the interpreter too (routes
+replayed, six tokens: three placements 0 to the bit, two 8e-5; on the CPU executor alone a unit in the last place of the
+norms' weights: up to 9e-5). There the bound is 1e-3, which a wrong expert misses by two orders of magnitude
+(tests/experts/test_expert_store.py). Routed freely, the first other expert must be at a tie; the same run twice gives
+the same bits, since the split is fixed and every sum has an order."""
 
 from __future__ import annotations
 
@@ -41,11 +44,21 @@ def nmse(got: F32, want: F32) -> float:
     return float(((got - want) ** 2).sum() / (want**2).sum())
 
 
+TYPES = {
+    "F16": ({"*_exps.weight": "F16", "*": "Q8_0"}, 1e-6),
+    "Q4_K": ({"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}, 1e-3),
+}
+"""Types of the model's tensors, and how far placement may move its logits (NMSE)."""
+
+
+def made(folder: Path, types: dict[str, str]) -> Path:
+    return make("qwen3moe", folder / "m.gguf", types=types, n_layer=4, n_expert=32, n_expert_used=8, n_embd=1024,
+                n_ff_expert=512)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    types = {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
-    return make("qwen3moe", tmp_path_factory.mktemp("gpu") / "m.gguf", types=types, n_layer=4, n_expert=32,
-                n_expert_used=8, n_embd=1024, n_ff_expert=512)  # fmt: skip
+    return made(tmp_path_factory.mktemp("gpu"), TYPES["Q4_K"][0])
 
 
 def load(path: Path, slots: int | None, **options: Any) -> Any:
@@ -57,26 +70,32 @@ def load(path: Path, slots: int | None, **options: Any) -> Any:
     return executor
 
 
-@pytest.fixture(scope="module")
-def want(path: Path) -> Decoded:
-    return decoded(load(path, None), TOKENS)
+@pytest.fixture(scope="module", params=list(TYPES))
+def resident(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoded, float]:
+    """A model, what it says with every expert resident, and the bound for other placements."""
+    types, bound = TYPES[request.param]
+    path = made(tmp_path_factory.mktemp(request.param), types)
+    return path, decoded(load(path, None), TOKENS), bound
 
 
 @pytest.mark.parametrize("slots", [0, 1, 32, 64, 128])
 @pytest.mark.parametrize("split", SPLITS)
-def test_captured_decode_is_the_same_for_every_placement(path: Path, want: Decoded, slots: int, split: str) -> None:
+def test_captured_decode_is_the_same_for_every_placement(
+    resident: tuple[Path, Decoded, float], slots: int, split: str
+) -> None:
+    path, want, bound = resident
     executor = load(path, slots)
     store = executor.store
     store.force_split(*SPLITS[split])
     before = store.statistics().sum(0)
     got = decoded(executor, TOKENS, replay=want)
-    assert got.nmse(want) < 1e-6, "the same experts, so a race or a wrong expert"
+    assert got.nmse(want) < bound, "the same experts, so a race or a wrong expert"
     total = store.statistics().sum(0) - before
     assert total[Stat.EXPERTS] == len(TOKENS) * 4 * 8
     assert total[Stat.HITS] + total[Stat.FILLS] + total[Stat.CPU] == total[Stat.EXPERTS]
     if split != "cpu" and slots in (32, 64):
         assert total[Stat.FILLS] > 0
-    assert judge(decoded(executor, TOKENS), want) == ""
+    assert judge(decoded(executor, TOKENS), want, bound) == ""
     store.close()
 
 
@@ -96,8 +115,7 @@ def test_the_same_run_gives_the_same_bits(path: Path, slots: int) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.GATHER, Mode.SHARE, Mode.CPU])
 def test_prefill_modes(path: Path, mode: Mode) -> None:
-    resident = load(path, None)
-    expected = resident.forward(rows(TOKENS, 0, list(range(40)))).copy()
+    expected = load(path, None).forward(rows(TOKENS, 0, list(range(40)))).copy()
     executor = load(path, 64)
     executor.store.prefill.force = mode
     got = executor.forward(rows(TOKENS, 0, list(range(40))))
@@ -113,12 +131,13 @@ def test_the_watchdog_releases_the_gpu(path: Path) -> None:
     executor.store.close()
 
 
-def test_a_resize_gives_memory_back_and_keeps_the_answer(path: Path, want: Decoded) -> None:
+def test_a_resize_gives_memory_back_and_keeps_the_answer(resident: tuple[Path, Decoded, float]) -> None:
+    path, want, bound = resident
     executor = load(path, 128)
     store = executor.store
     for slots in (16, 100):
         store.resize(2 * store.ring.half + slots * max(s.slot_bytes for s in store.order))
-        assert decoded(executor, TOKENS, replay=want).nmse(want) < 1e-6
+        assert decoded(executor, TOKENS, replay=want).nmse(want) < bound
     store.close()
 
 
