@@ -132,7 +132,7 @@ def test_what_the_peers_own_layouts_differ_by_is_noise() -> None:
     a, b = said(1, 3, gap=0.3), said(1, 4, gap=0.3)
     ours = said(1, 5, gap=0.2)
     outputs.compare(report, {"ftgguf": [ours], "A": [a], "B": [b]})
-    assert report.outputs.noise == pytest.approx(0.3)
+    assert report.outputs.noise == pytest.approx(0.9)
     assert report.status == OK
 
 
