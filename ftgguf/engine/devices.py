@@ -262,6 +262,8 @@ def choose(placement: PlacementConfig) -> tuple[Device | None, str]:
     """
     if placement.devices == ():
         return None, "-dev none"
+    if not placement.kv_offload:
+        return None, "--no-kv-offload keeps the KV in host memory, and a layer runs where its KV is"
     if placement.gpu_layers == 0:
         return None, "-ngl 0"
     devices = list_devices()

@@ -10,7 +10,6 @@ _SNAPSHOTS = "no model family that needs snapshots of its state is served yet"
 
 PENDING: dict[str, str] = {
     **dict.fromkeys(("--ctx-checkpoints", "--checkpoint-min-step"), _SNAPSHOTS),
-    "--kv-offload": "the KV of a layer always lives where the layer runs",
     "--op-offload": "prompts use the GPU for experts in host memory wherever that is predicted to be faster",
     "--lazy-mode": "files are mapped, so rows of large tables are read when they are needed, in every mode",
     "--cpu-strict": "threads share the CPUs of the mask; the system places them",

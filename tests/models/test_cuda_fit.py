@@ -169,6 +169,14 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         devices._cuda.cache_clear()
 
 
+def test_no_kv_offload_keeps_every_layer_with_its_kv_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ftgguf.experts.placement plans it; llama.cpp keeps the KV in host memory too, and runs attention there."""
+    monkeypatch.setattr(devices, "list_devices", lambda: [GPU])
+    device, why = devices.choose(PlacementConfig(kv_offload=False, gpu_layers=GPU_LAYERS_ALL))
+    assert device is None
+    assert "--no-kv-offload" in why
+
+
 def test_the_plan_names_places_and_a_speed(
     model: tuple[Survey, Numbers, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
