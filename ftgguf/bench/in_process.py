@@ -6,7 +6,7 @@ Both weight layouts of llama.cpp are peers: its default (repacked) and the mappe
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ftgguf.bench.child import Child, ChildError, openmp_note
@@ -14,7 +14,7 @@ from ftgguf.bench.options import Options
 from ftgguf.bench.outputs import Greedy, compare, compare_tokens
 from ftgguf.bench.plan import SpeedTest, random_tokens
 from ftgguf.bench.prompts import TEXTS
-from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Contestant, Report, missing_isa
+from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Contestant, Divergence, Report, missing_isa
 from ftgguf.engine.memory import available_memory
 
 GREEDY_TOKENS = 48
@@ -39,6 +39,44 @@ class Side:
             self.child.end()
             self.child = None
             self.warm.clear()
+
+
+class SameLayout:
+    """Ours again with its weights in a peer's layout, for outputs that part by more than rounding should move them.
+
+    There ours calls the same kernels as the peer: logits are equal to the bit (tests/models), and tokens must be.
+    By default ours has both layouts, each where it is faster, and its rounding is neither peer's.
+    """
+
+    def __init__(self, timeout: float, argv: list[str], prompts: list[list[int]], layout: str) -> None:
+        """`argv`: our engine's flags; `layout`: the one that it had."""
+        self.timeout, self.argv, self.prompts, self.layout = timeout, argv, prompts, layout
+        self.children: dict[str, Child] = {}
+
+    def __call__(self, fault: Divergence, theirs: Sequence[int], free: Callable[[], None]) -> str:
+        """Why `fault` is none, or an empty string. `theirs`: the peer's tokens; `free` makes room for a process.
+
+        Raises ChildError where ours fails in that layout.
+        """
+        peer = fault.b if fault.b in ENGINES and fault.b != "ftgguf" else fault.a
+        layout = ENGINES[peer]
+        if layout == self.layout:
+            return ""
+        if layout not in self.children:
+            free()
+            say(f"outputs of ftgguf with {layout} weights, because one parts from that of {peer}")
+            self.children[layout] = Child(self.timeout, ours=True)
+            argv = [*self.argv, "--repack", "--weights-layout", layout]
+            self.children[layout].ask("load", engine="ftgguf", argv=argv)
+        prompt = self.prompts[fault.prompt]
+        answer = self.children[layout].ask("greedy", prompt=prompt, n=len(theirs))["tokens"]
+        same = [int(token) for token, _ in answer] == list(theirs)
+        return f"with {layout} weights ours says the same tokens as {peer}" if same else ""
+
+    def end(self) -> None:
+        """End the processes."""
+        while self.children:
+            self.children.popitem()[1].end()
 
 
 class Duel:
@@ -91,10 +129,7 @@ class Duel:
         """The side's process with its engine loaded. Raises ChildError."""
         if side.child is not None:
             return side.child
-        if not self.together:
-            for other in self.sides:
-                self._note_memory(other)
-                other.end()
+        self._free()
         say(f"loading {side.contestant.name}")
         side.child = Child(self.options.timeout, ours=side.contestant.ours)
         facts = side.child.ask("load", engine=side.engine, argv=self.argv[side.contestant.ours])
@@ -116,6 +151,14 @@ class Duel:
                 text = f"{c.name} does not use {', '.join(c.lower_isa)}, which ours does: no ratio is given"
                 self.report.trouble(NOT_COMPARABLE, text)
         return side.child
+
+    def _free(self) -> None:
+        """Room for one more process, where memory does not hold all."""
+        if self.together:
+            return
+        for other in self.sides:
+            self._note_memory(other)
+            other.end()
 
     def _lose(self, side: Side, error: ChildError, workload: str, metric: str = "tok/s") -> None:
         """A failure is a row, and the end of that side."""
@@ -159,7 +202,13 @@ class Duel:
             ids[name] = own
             said[name] = [[(int(t), float(g)) for t, g in answer] for answer in answers]
         compare_tokens(self.report, ids)
-        compare(self.report, said)
+        again = SameLayout(self.options.timeout, self.argv[True], prompts or [], self.sides[0].contestant.layout)
+        try:
+            compare(self.report, said, lambda fault, tokens: again(fault, tokens, self._free))
+        except ChildError as error:
+            self.report.trouble(OURS_FAILED, f"ftgguf in a peer's layout: {error}")
+        finally:
+            again.end()
         sizes = {s.contestant.name: s.n_vocab for s in self.sides if not s.lost}
         if len(set(sizes.values())) > 1:
             self.report.trouble(NOT_COMPARABLE, f"the sides disagree about the vocabulary's size: {sizes}")

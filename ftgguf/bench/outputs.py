@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 
 from ftgguf.bench.client import Answer
 from ftgguf.bench.report import NOISE_NATS, NOT_COMPARABLE, OUTPUTS_DIFFER, Divergence, Outputs, Report
-
-SAMPLE = 3.0
-"""Times the largest gap among peers that still is noise."""
 
 Greedy = list[tuple[int, float]]
 """(token, gap to the second best in nats, -1 where unknown) for each step."""
@@ -20,14 +17,16 @@ def first_difference(a: Greedy, b: Greedy) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x[0] != y[0]), None)
 
 
-def compare(report: Report, said: Mapping[str, Sequence[Greedy]]) -> None:
-    """Fill `report.outputs` from what each contestant said to the same prompts, and note a fault as trouble.
+Settle = Callable[[Divergence, Sequence[int]], str]
+"""(a fault between ours and a peer, the peer's tokens) -> why it is none after all, or an empty string."""
+
+
+def compare(report: Report, said: Mapping[str, Sequence[Greedy]], settle: Settle = lambda fault, tokens: "") -> None:
+    """Fill `report.outputs` from what each contestant said to the same prompts, and note a fault as trouble, unless
+    `settle` explains it.
 
     Peers are compared with each other too (weight layouts of one library): what they differ by among themselves is
-    noise by definition, and raises the bound where it is more than NOISE_NATS. Where two of them part, either's gap is
-    at most what rounding moved; a few such places are a small sample of it, hence a few times the largest. (The random
-    12-layer Qwen3-30B shape: at most 0.07 nats among the peers, 0.13 to ours, whose logits are either peer's to the bit
-    in its layout; its experts swap places at near ties.)
+    noise by definition, and raises the bound where it is more than NOISE_NATS.
     """
     ours = report.ours
     names = [c.name for c in report.contestants if c.name in said]
@@ -41,11 +40,15 @@ def compare(report: Report, said: Mapping[str, Sequence[Greedy]]) -> None:
                 outputs.divergences.append(Divergence(a, b, i, at, x[at][0], y[at][0], x[at][1], y[at][1]))
     outputs.prompts = max((len(s) for s in said.values()), default=0)
     outputs.length = max((len(g) for s in said.values() for g in s), default=0)
-    among_peers = [max(d.gap_a, d.gap_b) for d in outputs.divergences if d.a in peers and d.b in peers]
-    outputs.noise = max([NOISE_NATS, *(SAMPLE * gap for gap in among_peers)])
+    among_peers = [d.gap for d in outputs.divergences if d.a in peers and d.b in peers]
+    outputs.noise = max([NOISE_NATS, *among_peers])
     report.outputs = outputs
     for fault in outputs.faults():
-        if ours is not None and ours.name in (fault.a, fault.b):
+        if ours is None or ours.name not in (fault.a, fault.b):
+            continue
+        peer = fault.b if fault.a == ours.name else fault.a
+        fault.settled = settle(fault, [token for token, _ in said[peer][fault.prompt]])
+        if not fault.settled:
             report.trouble(OUTPUTS_DIFFER, describe(fault, outputs.noise))
 
 

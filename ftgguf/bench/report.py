@@ -84,6 +84,8 @@ class Divergence(msgspec.Struct):
     token_b: int
     gap_a: float
     gap_b: float
+    settled: str = ""
+    """Why it is no fault whatever the gap: ours says the peer's tokens where it computes as the peer does."""
 
     @property
     def gap(self) -> float:
@@ -103,8 +105,8 @@ class Outputs(msgspec.Struct):
     """Nats up to which a divergence is noise: raised to what the peer's own layouts differ by."""
 
     def faults(self) -> list[Divergence]:
-        """Divergences between the sides that noise does not explain; those of unknown gap count."""
-        return [d for d in self.divergences if not 0 <= d.gap <= self.noise]
+        """Divergences between the sides that nothing explains; those of unknown gap count."""
+        return [d for d in self.divergences if not d.settled and not 0 <= d.gap <= self.noise]
 
 
 class Turn(msgspec.Struct):

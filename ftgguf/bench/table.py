@@ -54,6 +54,7 @@ def output_lines(report: Report) -> list[str]:
             gap = max(d.gap for d in parted)
             line += f", {len(parted)} part" + (f" (gap up to {gap:.3f} nats)" if gap >= 0 else " (gaps unknown)")
         lines.append(line)
+    lines += [f"no fault: {outputs.describe(d, found.noise)}; {d.settled}" for d in found.divergences if d.settled]
     lines += ["FAULT: " + outputs.describe(d, found.noise) for d in found.faults()]
     return lines
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from compat.synth import make
 from ftgguf.bench import in_process
 from ftgguf.bench.against import shared_flags
 from ftgguf.bench.child import Child
 from ftgguf.bench.main import main
-from ftgguf.bench.report import INTERRUPTED, PEER_FAILED, from_json
+from ftgguf.bench.report import INTERRUPTED, PEER_FAILED, Divergence, from_json
 
 ARGV = ["-m", "stories", "--against", "llama.cpp", "--in-process", "-t", "1", "-p", "24", "-n", "4", "-r", "2"]
 
@@ -104,3 +105,24 @@ def test_no_peer_names_the_command_that_installs_it(
 def test_only_settings_that_libllama_has_reach_it() -> None:
     argv = ["-m", "f", "-c", "512", "-np", "1", "--weights-layout", "plain", "-t", "2", "-ctk", "q8_0", "--no-repack"]
     assert shared_flags(argv) == ["-m", "f", "-c", "512", "-t", "2", "-ctk", "q8_0"]
+
+
+def test_in_a_peers_layout_ours_says_its_tokens(tmp_path: Path) -> None:
+    """Oracle: libllama in both layouts on random Q4_K experts, 12 greedy tokens; a token changed shows."""
+    path = make("qwen3moe", tmp_path / "m.gguf", types="Q4_K", n_layer=2, n_embd=256, n_ff_expert=256)
+    argv, prompts = ["-m", str(path), "-t", "1", "-c", "128"], [[1, 2], [5, 9, 17, 4, 30, 8, 21]]
+    again = in_process.SameLayout(120, argv, prompts, "both")
+    try:
+        for name, engine in in_process.ENGINES.items():
+            if name == "ftgguf":
+                continue
+            peer = Child(120, ours=False)
+            peer.ask("load", engine=engine, argv=argv)
+            tokens = [int(t) for t, _ in peer.ask("greedy", prompt=prompts[1], n=12)["tokens"]]
+            peer.end()
+            fault = Divergence("ftgguf", name, 1, 3, 0, 1, 0.5, 0.5)
+            assert again(fault, tokens, lambda: None) == f"with {engine} weights ours says the same tokens as {name}"
+            assert again(fault, [*tokens[:-1], tokens[-1] ^ 1], lambda: None) == ""
+        assert in_process.SameLayout(120, argv, prompts, "plain")(fault, tokens, lambda: None) == ""
+    finally:
+        again.end()

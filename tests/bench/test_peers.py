@@ -105,7 +105,7 @@ def test_figures_tell_files_apart_where_the_path_is_elsewhere(tmp_path: Path) ->
 def test_ollama_names_its_blob(tmp_path: Path) -> None:
     """The form of `ollama show --modelfile`."""
     script = Script(
-        modelfile=f"# Modelfile\nFROM /root/.ollama/models/blobs/sha256-{BLOB}\nTEMPLATE {{{{ .Prompt }}}}\n"
+        modelfile=f"# Modelfile\nFROM /home/me/.ollama/models/blobs/sha256-{BLOB}\nTEMPLATE {{{{ .Prompt }}}}\n"
     )
     with stub(script) as url:
         target = Target(url, "ollama", "m")

@@ -4,6 +4,7 @@ docs (exit statuses in `ftgguf bench --help`)."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 
 import pytest
@@ -19,6 +20,7 @@ from ftgguf.bench.report import (
     OUTPUTS_DIFFER,
     PEER_FAILED,
     Contestant,
+    Divergence,
     Report,
     Turn,
     from_json,
@@ -132,8 +134,25 @@ def test_what_the_peers_own_layouts_differ_by_is_noise() -> None:
     a, b = said(1, 3, gap=0.3), said(1, 4, gap=0.3)
     ours = said(1, 5, gap=0.2)
     outputs.compare(report, {"ftgguf": [ours], "A": [a], "B": [b]})
-    assert report.outputs.noise == pytest.approx(0.9)
+    assert report.outputs.noise == pytest.approx(0.3)
     assert report.status == OK
+
+
+def test_what_ours_says_in_the_peers_layout_settles_a_fault() -> None:
+    """And nothing else does: an empty answer leaves it."""
+    for why, status in (("the same tokens there", OK), ("", OUTPUTS_DIFFER)):
+        report, asked = make_report(), []
+
+        def settle(fault: Divergence, tokens: Sequence[int], why: str = why, asked: list[list[int]] = asked) -> str:
+            asked.append(list(tokens))
+            return why
+
+        said_by = {"ftgguf": [said(1, 5, gap=0.9)], "A": [said(1, 3, gap=0.9)], "B": [said(1, 3, gap=0.9)]}
+        outputs.compare(report, said_by, settle)
+        assert report.status == status
+        assert asked == [[1, 3], [1, 3]]
+        assert [d.settled for d in report.outputs.divergences] == [why, why]
+        assert ("FAULT" in table.render(report)) == (not why)
 
 
 def test_unknown_gaps_do_not_excuse() -> None:

@@ -2,14 +2,16 @@
 releases a waiting GPU. The resident store is the oracle (tests/experts/test_expert_store.py has the same under the
 interpreter, with prefill's modes).
 
-Two models. In the one with F16 experts nothing is rounded to 8 bits, so placement may move the logits by the order of
-sums only: NMSE below 1e-6. In the one with Q4_K and Q6_K experts a unit in the last place moves an activation over an
-8-bit step now and then; that moves the next products' inputs by a thousandth, which moves hundreds over theirs: the
-error jumps from 0 to the size of the 8-bit rounding itself, in a race-free run under the interpreter too (routes
-replayed, six tokens: three placements 0 to the bit, two 8e-5; on the CPU executor alone a unit in the last place of the
-norms' weights: up to 9e-5). There the bound is 1e-3, which a wrong expert misses by two orders of magnitude
-(tests/experts/test_expert_store.py). Routed freely, the first other expert must be at a tie; the same run twice gives
-the same bits, since the split is fixed and every sum has an order."""
+Two models, one bound: NMSE 1e-6, with the resident run's routes replayed. With F16 experts nothing is rounded to 8 bits,
+so only a race or a wrong expert can exceed it. With Q4_K and Q6_K experts rounding can, too: a unit in the last place
+moves an activation over an 8-bit step now and then, which moves hundreds of the next products' over theirs, and the error
+jumps from 0 to the size of the 8-bit rounding itself, 5e-5 to 9e-5. That happens where nothing runs at once, under the
+interpreter (six tokens: three placements equal to the bit, two at 8e-5), and on the CPU executor alone when the norms'
+weights move by a unit in the last place. `mixed` with 32 slots is known to fail by it (5.4e-5) until the CPU's experts are
+added up in the order of ranks with the GPU's (docs/measurements/offload.md).
+
+Routed freely, the first other expert must be at a tie; the same run twice gives the same bits, since the split is fixed
+and every sum has an order."""
 
 from __future__ import annotations
 
@@ -45,10 +47,11 @@ def nmse(got: F32, want: F32) -> float:
 
 
 TYPES = {
-    "F16": ({"*_exps.weight": "F16", "*": "Q8_0"}, 1e-6),
-    "Q4_K": ({"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}, 1e-3),
+    "F16": {"*_exps.weight": "F16", "*": "Q8_0"},
+    "Q4_K": {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"},
 }
-"""Types of the model's tensors, and how far placement may move its logits (NMSE)."""
+SAME = 1e-6
+"""How far placement may move the logits (NMSE)."""
 
 
 def made(folder: Path, types: dict[str, str]) -> Path:
@@ -58,7 +61,7 @@ def made(folder: Path, types: dict[str, str]) -> Path:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("gpu"), TYPES["Q4_K"][0])
+    return made(tmp_path_factory.mktemp("gpu"), TYPES["Q4_K"])
 
 
 def load(path: Path, slots: int | None, **options: Any) -> Any:
@@ -71,31 +74,30 @@ def load(path: Path, slots: int | None, **options: Any) -> Any:
 
 
 @pytest.fixture(scope="module", params=list(TYPES))
-def resident(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoded, float]:
-    """A model, what it says with every expert resident, and the bound for other placements."""
-    types, bound = TYPES[request.param]
-    path = made(tmp_path_factory.mktemp(request.param), types)
-    return path, decoded(load(path, None), TOKENS), bound
+def resident(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Decoded]:
+    """A model, and what it says with every expert resident."""
+    path = made(tmp_path_factory.mktemp(request.param), TYPES[request.param])
+    return path, decoded(load(path, None), TOKENS)
 
 
 @pytest.mark.parametrize("slots", [0, 1, 32, 64, 128])
 @pytest.mark.parametrize("split", SPLITS)
 def test_captured_decode_is_the_same_for_every_placement(
-    resident: tuple[Path, Decoded, float], slots: int, split: str
+    resident: tuple[Path, Decoded], slots: int, split: str
 ) -> None:
-    path, want, bound = resident
+    path, want = resident
     executor = load(path, slots)
     store = executor.store
     store.force_split(*SPLITS[split])
     before = store.statistics().sum(0)
     got = decoded(executor, TOKENS, replay=want)
-    assert got.nmse(want) < bound, "the same experts, so a race or a wrong expert"
+    assert got.nmse(want) < SAME, "the same experts, so a race or a wrong expert"
     total = store.statistics().sum(0) - before
     assert total[Stat.EXPERTS] == len(TOKENS) * 4 * 8
     assert total[Stat.HITS] + total[Stat.FILLS] + total[Stat.CPU] == total[Stat.EXPERTS]
     if split != "cpu" and slots in (32, 64):
         assert total[Stat.FILLS] > 0
-    assert judge(decoded(executor, TOKENS), want, bound) == ""
+    assert judge(decoded(executor, TOKENS), want, SAME) == ""
     store.close()
 
 
@@ -131,13 +133,13 @@ def test_the_watchdog_releases_the_gpu(path: Path) -> None:
     executor.store.close()
 
 
-def test_a_resize_gives_memory_back_and_keeps_the_answer(resident: tuple[Path, Decoded, float]) -> None:
-    path, want, bound = resident
+def test_a_resize_gives_memory_back_and_keeps_the_answer(resident: tuple[Path, Decoded]) -> None:
+    path, want = resident
     executor = load(path, 128)
     store = executor.store
     for slots in (16, 100):
         store.resize(2 * store.ring.half + slots * max(s.slot_bytes for s in store.order))
-        assert decoded(executor, TOKENS, replay=want).nmse(want) < bound
+        assert decoded(executor, TOKENS, replay=want).nmse(want) < SAME
     store.close()
 
 
