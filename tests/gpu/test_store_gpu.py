@@ -2,13 +2,13 @@
 releases a waiting GPU. The resident store is the oracle (tests/experts/test_expert_store.py has the same under the
 interpreter, with prefill's modes).
 
-Two models, one bound: NMSE 1e-6, with the resident run's routes replayed. With F16 experts nothing is rounded to 8 bits,
-so only a race or a wrong expert can exceed it. With Q4_K and Q6_K experts rounding can, too: a unit in the last place
-moves an activation over an 8-bit step now and then, which moves hundreds of the next products' over theirs, and the error
-jumps from 0 to the size of the 8-bit rounding itself, 5e-5 to 9e-5. That happens where nothing runs at once, under the
-interpreter (six tokens: three placements equal to the bit, two at 8e-5), and on the CPU executor alone when the norms'
-weights move by a unit in the last place. `mixed` with 32 slots is known to fail by it (5.4e-5) until the CPU's experts are
-added up in the order of ranks with the GPU's (docs/measurements/offload.md).
+Two models, one bound: NMSE 1e-6, with the resident run's routes replayed. With F16 experts nothing is rounded to 8
+bits, so only a race or a wrong expert can exceed it. With Q4_K and Q6_K experts rounding can, too: a unit in the last
+place moves an activation over an 8-bit step now and then, which moves hundreds of the next products' over theirs, and
+the error jumps from 0 to the size of the 8-bit rounding itself, 5e-5 to 9e-5. That happens where nothing runs at
+once, under the interpreter (six tokens: two placements equal to the bit, two at 8e-5), and on the CPU executor alone
+when the norms' weights move by a unit in the last place. `mixed` with 32 slots is known to fail by it (5.4e-5) until
+the CPU's experts are added up in the order of ranks with the GPU's (docs/measurements/offload.md).
 
 Routed freely, the first other expert must be at a tie; the same run twice gives the same bits, since the split is fixed
 and every sum has an order."""
