@@ -54,7 +54,7 @@ class Literals:
 @lru_cache(maxsize=256)
 def _compiles(kind: str, text: str) -> str:
     """Empty if the grammar compiles, else why not."""
-    from ftgguf.engine.grammar import GrammarError, compile_grammar
+    from ftgguf.engine.grammar_source import GrammarError, compile_grammar
 
     try:
         compile_grammar(Grammar(kind=kind, text=text))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ftgguf.engine import messages as m
-from ftgguf.engine.grammar import GrammarCompiler, GrammarError
+from ftgguf.engine.grammar import GrammarCompiler
+from ftgguf.engine.grammar_source import GrammarError
 
 SMALL = 1000
 """Characters of a grammar that is compiled at once: a few milliseconds at most."""

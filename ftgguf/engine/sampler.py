@@ -10,7 +10,8 @@ import numpy as np
 
 import ftgguf._libllama as _libllama
 from ftgguf.engine.budget import ReasoningBudget
-from ftgguf.engine.grammar import Constraint, GrammarCompiler, GrammarError
+from ftgguf.engine.grammar import Constraint, GrammarCompiler
+from ftgguf.engine.grammar_source import GrammarError
 from ftgguf.engine.messages import Reasoning, SamplingParams, TokenProb, TokenProbs
 from ftgguf.gguf import GGUFFile
 from ftgguf.nouns import F32

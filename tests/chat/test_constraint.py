@@ -10,7 +10,7 @@ import pytest
 
 from ftgguf.chat.constraint import closed_schema, schema_grammar, tool_grammar
 from ftgguf.chat.tools import MARKUP, NAMED, TAGGED, tool_parser
-from ftgguf.engine.grammar import compile_grammar
+from ftgguf.engine.grammar_source import compile_grammar
 from ftgguf.engine.messages import Grammar
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}, "required": ["city"]}

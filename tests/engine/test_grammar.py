@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftgguf.engine.gbnf import GbnfError, to_lark
-from ftgguf.engine.grammar import Constraint, GrammarCompiler, GrammarError, compile_grammar
+from ftgguf.engine.grammar import Constraint, GrammarCompiler
+from ftgguf.engine.grammar_source import GrammarError, compile_grammar
 from ftgguf.engine.messages import Grammar, SamplingParams
 from ftgguf.engine.sampler import Sampler, SamplingError
 from tests.engine.test_sampler import Oracle, oracle_vocab, rows

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ftgguf.engine import messages as m
-from ftgguf.engine.grammar import GrammarCompiler, GrammarError
+from ftgguf.engine.grammar import GrammarCompiler
+from ftgguf.engine.grammar_source import GrammarError
 from ftgguf.engine.precompile import SMALL, Precompiler
 from tests.vocabs import vocab
 
