@@ -36,7 +36,8 @@ from ftgguf.server.errors import NOT_FOUND, ApiError
 from ftgguf.server.generation import json_response
 from ftgguf.server.models import FixedModel
 from ftgguf.server.ollama_blobs import add_blobs
-from ftgguf.server.ollama_store import Manager, add_management
+from ftgguf.server.ollama_jobs import Manager
+from ftgguf.server.ollama_store import add_management
 from ftgguf.server.ollama_wire import PREFIX, error_response
 from ftgguf.server.sse import Disconnected
 from ftgguf.server.state import ServerState

@@ -25,8 +25,8 @@ from ftgguf.pull.resolve import resolve_served
 from ftgguf.server.app import model_app
 from ftgguf.server.errors import server_error
 from ftgguf.server.models_catalog import Catalog, Source
+from ftgguf.server.models_instance import Started
 from ftgguf.server.models_memory import Memory, Need, estimate, with_layout
-from ftgguf.server.models_pool import Started
 from ftgguf.server.process import make_state
 from ftgguf.server.startup import no_gpu, template_text
 from ftgguf.server.state import ServerState

@@ -23,10 +23,11 @@ from ftgguf.server.errors import ApiError, InvalidRequest, server_error
 from ftgguf.server.generation import json_response
 from ftgguf.server.models_catalog import Source
 from ftgguf.server.models_host import RouterHost
-from ftgguf.server.models_pool import Instance
+from ftgguf.server.models_instance import Instance
 from ftgguf.server.ollama_blobs import add_blobs
 from ftgguf.server.ollama_guard import check_may_change
-from ftgguf.server.ollama_store import Job, Manager, add_management, api_error, read_json, registry_name, remove
+from ftgguf.server.ollama_jobs import Job, Manager, api_error
+from ftgguf.server.ollama_store import add_management, read_json, registry_name, remove
 from ftgguf.server.sse import PING, EventStream, data
 from ftgguf.server.state import BUILD_INFO
 from ftgguf.server.wire import lenient

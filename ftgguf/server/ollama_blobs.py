@@ -17,7 +17,7 @@ from ftgguf.pull.disk import SPACE_MARGIN
 from ftgguf.pull.errors import NameResolutionError, NoSpace
 from ftgguf.server.errors import InvalidRequest
 from ftgguf.server.ollama_guard import check_may_change
-from ftgguf.server.ollama_store import api_error, manager_of
+from ftgguf.server.ollama_jobs import api_error, manager_of
 from ftgguf.server.wire import random_id
 
 

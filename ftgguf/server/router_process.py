@@ -24,7 +24,7 @@ from ftgguf.server.models_memory import Memory
 from ftgguf.server.models_pool import Pool
 from ftgguf.server.models_router import Router
 from ftgguf.server.models_routes import outer_app
-from ftgguf.server.ollama_store import Manager
+from ftgguf.server.ollama_jobs import Manager
 from ftgguf.server.process import http_server, install_signals
 from ftgguf.server.sockets import BindError, Listener, bind_all
 

@@ -16,8 +16,9 @@ import pytest
 from ftgguf.engine.messages import Loading
 from ftgguf.server.errors import ApiError, server_error
 from ftgguf.server.models_catalog import Source
+from ftgguf.server.models_instance import Started
 from ftgguf.server.models_memory import GIB, OVERHEAD, Memory, Need, with_layout
-from ftgguf.server.models_pool import Pool, Started
+from ftgguf.server.models_pool import Pool
 
 
 class FakeEngine:
