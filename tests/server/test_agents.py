@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import Front, front, script
+from fake_front import Front, front, script
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}<tool_call></tool_call>{% endfor %}"
@@ -348,7 +348,7 @@ def test_an_engine_that_dies_ends_a_response_with_failed() -> None:
 
 def test_infill_prompt() -> None:
     """llama.cpp's `format_prompt_infill`: order of the parts and the 3:1 cut to the batch."""
-    from conftest import FakeVocab
+    from fake_front import FakeVocab
 
     from ftgguf.server.infill import check_infill, infill_prompt, missing_tokens
 

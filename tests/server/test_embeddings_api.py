@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from conftest import Front
+from fake_front import Front
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import Front, front, script
+from fake_front import Front, front, script
 
 from ftgguf.flags.config import HttpConfig
 from ftgguf.server.auth import Gate

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import Front, front, script
+from fake_front import Front, front, script
 
 from ftgguf.server.generation import turn_ends
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from conftest import Front, script  # type: ignore[import-not-found]
+from fake_front import Front, script
 
 from compat.registry import FakeSource, Running, running
 from ftgguf.pull.demo import resolve_stories

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Front, script
+from fake_front import Front, script
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 USAGE_KEYS = ["completion_tokens", "prompt_tokens", "total_tokens", "prompt_tokens_details"]

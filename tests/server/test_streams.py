@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from conftest import Front, front, script
+from fake_front import Front, front, script
 
 from ftgguf.server.vertex import request_format
 
