@@ -113,7 +113,7 @@ FIELD_NOTES: Mapping[str, Note] = {
         "mapped",
         "accepted; prefixes are reused through a tree over all requests, shifted chunks are not",
     ),
-    "lora": ("different", "accepted; there are no adapters"),
+    "lora": ("same", "scales of the adapters given by --lora"),
     "backend_sampling": ("mapped", "accepted; where sampling runs is not the client's choice here"),
     "tool_choice": (
         "mapped",

@@ -136,7 +136,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
     options = parse(argv)
-    import torch
+    try:
+        import torch
+    except ImportError:
+        print("ftgguf bench bw: needs torch: pip install 'ftgguf[gpu]'", file=sys.stderr)
+        return 1
 
     from ftgguf.experts import measure, profile
     from ftgguf.pull.resolve import DemoError, NameResolutionError, resolve_with_bar

@@ -85,7 +85,7 @@ def _verdict(report: Report) -> str:
 
 
 def _tile(row: Row, peer: Contestant, ratio: Ratio) -> str:
-    kind = "good" if ratio.low > 1 else "bad" if ratio.high < 1 else "even"
+    kind = "even" if ratio.low == ratio.high else "good" if ratio.low > 1 else "bad" if ratio.high < 1 else "even"
     interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low != ratio.high else ""
     said = {"good": "faster than", "bad": "slower than", "even": "not told apart from"}[kind]
     words = in_words(row.workload) or row.workload

@@ -28,6 +28,8 @@ class Bar:
     @property
     def colour(self) -> str:
         """Decided by the interval, not by the value: better, worse, or not told apart."""
+        if self.low == self.high:
+            return "--even"  # one sample
         return "--good" if self.low > 1 else "--bad" if self.high < 1 else "--even"
 
 

@@ -76,13 +76,13 @@ def cell(row: Row, c: Contestant) -> str:
 
 
 def ratio_cell(ratio: Ratio | None) -> str:
-    """`1.27 [1.25, 1.29]`, and `worse` where the whole interval is below 1."""
+    """`1.27 [1.25, 1.29]`, and `worse` where the whole interval is below 1; one sample has none."""
     if ratio is None:
         return "-"
     text = f"{ratio.value:.2f}"
     if ratio.low != ratio.high:
         text += f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return text + (" worse" if ratio.high < 1 else "")
+    return text + (" worse" if ratio.low < ratio.high < 1 else "")
 
 
 def rows_table(report: Report) -> str:

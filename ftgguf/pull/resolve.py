@@ -170,7 +170,7 @@ def locate(session: Session, name: Name) -> Resolved:
             raise NotFound(f"{name}: no such file (the built-in models are 'demo' and 'stories')")
         return Resolved(path, name, "a file")
     if isinstance(name, BuiltinName):
-        return Resolved(_builtin(name.name, session.report), name, "built in")
+        return Resolved(_builtin(name.name, session.report, session.options.offline), name, "built in")
     if isinstance(name, BlobName):
         found = session.store.find_blob(name.digest)
         if found is None:
@@ -222,7 +222,7 @@ def _others(session: Session) -> str:
     return f"; there are {', '.join(names)}" if names else ""
 
 
-def _builtin(name: str, report: Report) -> Path:
+def _builtin(name: str, report: Report, offline: bool) -> Path:
     if name == "stories":
         return resolve_stories()
     sizes = {"download": 92_900_000, "unpack": 98_000_000, "upcycle": 248_000_000}
@@ -231,7 +231,7 @@ def _builtin(name: str, report: Report) -> Path:
         total = sizes.get(stage, NEEDED_BYTES)
         report(Event(f"{stage} demo", "", total, int(total * fraction)))
 
-    return resolve_demo(progress)
+    return resolve_demo(progress, offline=offline)
 
 
 def _report(progress: Progress | None) -> Report:

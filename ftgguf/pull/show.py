@@ -55,7 +55,8 @@ class Description:
     quantization: str
     size: int
     capabilities: tuple[str, ...]
-    has_template: bool
+    jinja: str
+    """The GGUF's chat template, empty without one."""
     info: dict[str, Any]
     experts: Experts | None
 
@@ -81,7 +82,7 @@ def describe_local(store: Store, model: LocalModel, verbose: bool = False) -> De
             extras.config.file_type or gguf.file_type.split(" - ")[0].removeprefix("(guessed) "),
             gguf.file_size,
             _capabilities(template if isinstance(template, str) else "", extras),
-            bool(template),
+            template if isinstance(template, str) else "",
             model_info(gguf, verbose),
             experts_of(gguf),
         )
@@ -229,7 +230,7 @@ def show_json(description: Description) -> dict[str, Any]:
         "license": "\n".join(extras.licenses),
         "modelfile": modelfile_of(description),
         "parameters": "\n".join(parameter_lines(extras.params, 30)),
-        "template": extras.template,
+        "template": extras.template or description.jinja,
         "system": extras.system,
         "details": told,
         "messages": extras.messages,
@@ -299,7 +300,7 @@ def show_text(description: Description) -> str:
 def _template_text(description: Description) -> str:
     """What chats are rendered with (see `layers.apply_template`)."""
     go = description.extras.template
-    if description.has_template:
+    if description.jinja:
         return "the GGUF's Jinja"
     builtin = known_template(go)
     if builtin is not None:

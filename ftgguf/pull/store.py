@@ -28,7 +28,7 @@ from ftgguf.pull.errors import BadAnswer, NameResolutionError, NotFound, PullErr
 from ftgguf.pull.journal import Spans, remove
 from ftgguf.pull.lock import hold
 from ftgguf.pull.manifest import MAX_MANIFEST, Config, Layer, Manifest, parse_config, parse_manifest
-from ftgguf.pull.names import HubName, OllamaName, StoredName, parse, valid_repo
+from ftgguf.pull.names import BuiltinName, HubName, OllamaName, StoredName, parse, valid_repo
 
 STALE_SECONDS = 14 * 24 * 3600.0
 """A partial download that nobody continued for so long is removed by the next pull."""
@@ -339,6 +339,11 @@ def name_of(parts: tuple[str, str, str, str]) -> StoredName:
 def stored_name(text: str) -> StoredName:
     """The name of something in a store, for list, show, rm, cp and create. Raises NameResolutionError."""
     name = parse(text)
+    if isinstance(name, BuiltinName):
+        raise NameResolutionError(
+            f"'{text}' is built in and cannot be deleted, copied or replaced; FROM {text} in a Modelfile makes a model "
+            f"of it ('ftgguf show {text}' says where its file is)"
+        )
     if not isinstance(name, OllamaName | HubName):
         raise NameResolutionError(f"'{text}' is not a pulled model's name, for example qwen3:30b")
     return name

@@ -26,6 +26,8 @@ from ftgguf.bench.report import (
     from_json,
     missing_isa,
 )
+from ftgguf.bench.stats import Ratio
+from ftgguf.bench.svg import Bar
 
 
 def make_report() -> Report:
@@ -153,6 +155,13 @@ def test_what_ours_says_in_the_peers_layout_settles_a_fault() -> None:
         assert asked == [[1, 3], [1, 3]]
         assert [d.settled for d in report.outputs.divergences] == [why, why]
         assert ("FAULT" in table.render(report)) == (not why)
+
+
+def test_one_sample_gives_no_verdict() -> None:
+    """There is no interval to decide by."""
+    assert table.ratio_cell(Ratio(0.98, 0.98, 0.98)) == "0.98"
+    assert table.ratio_cell(Ratio(0.98, 0.97, 0.99)) == "0.98 [0.97, 0.99] worse"
+    assert [Bar("x", 0.9, 0.9, 0.9).colour, Bar("x", 0.9, 0.8, 0.95).colour] == ["--even", "--bad"]
 
 
 def test_unknown_gaps_do_not_excuse() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,12 @@ def test_a_model_without_experts_is_refused(tmp_path: Path, capsys: pytest.Captu
     path = make("qwen3", tmp_path / "dense.gguf", n_layer=1)
     assert bw.main(["-m", str(path)]) == 1
     assert "no routed experts" in capsys.readouterr().err
+
+
+def test_without_torch_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a machine without a GPU has it installed."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert bw.main(["-m", "stories"]) == 1
+    assert capsys.readouterr().err == "ftgguf bench bw: needs torch: pip install 'ftgguf[gpu]'\n"

