@@ -22,20 +22,32 @@ class CtlError(Exception):
     """The server did not do it; the text is for the user."""
 
 
+def _where(top: bool) -> argparse.ArgumentParser:
+    """The flags that say which server, before the command and after it; there they only replace what was given."""
+    kept: Any = argparse.SUPPRESS
+    flags = argparse.ArgumentParser(add_help=False)
+    flags.add_argument(
+        "--host", default="" if top else kept, help="the server's address, host[:port] or URL (OLLAMA_HOST, 127.0.0.1)"
+    )
+    flags.add_argument("--port", type=int, default=0 if top else kept, help=f"its port ({DEFAULT_PORT})")
+    flags.add_argument("--api-key", default="" if top else kept, help="its key (LLAMA_API_KEY)")
+    return flags
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("ftgguf ctl", description="Control a running server.", allow_abbrev=False)
-    parser.add_argument("--host", default="", help="the server's address, host[:port] or URL (OLLAMA_HOST, 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help=f"its port ({DEFAULT_PORT})")
-    parser.add_argument("--api-key", default="", help="its key (LLAMA_API_KEY)")
+    after = [_where(top=False)]
+    parser = argparse.ArgumentParser(
+        "ftgguf ctl", description="Control a running server.", allow_abbrev=False, parents=[_where(top=True)]
+    )
     what = parser.add_subparsers(dest="what", required=True, metavar="cache")
     cache = what.add_parser("cache", help="the experts cached in GPU memory").add_subparsers(
         dest="action", required=True, metavar="status|resize|rebuild"
     )
-    status = cache.add_parser("status", help="what is cached, how often it hits, who serves the misses")
+    status = cache.add_parser("status", parents=after, help="what is cached, how often it hits, who serves the misses")
     status.add_argument("--json", action="store_true", help="everything, as the server says it")
-    resize = cache.add_parser("resize", help="give the cache another size; the best experts stay")
+    resize = cache.add_parser("resize", parents=after, help="give the cache another size; the best experts stay")
     resize.add_argument("mib", type=int, metavar="MiB")
-    cache.add_parser("rebuild", help="keep the size, fill the slots anew with the experts that are worth most")
+    cache.add_parser("rebuild", parents=after, help="keep the size, fill the slots anew with the best experts")
     return parser
 
 

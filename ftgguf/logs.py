@@ -37,6 +37,18 @@ class ColourFormatter(logging.Formatter):
         return f"{colour}{text}{_RESET}" if colour else text
 
 
+def announce(text: str, config: LogConfig) -> None:
+    """Tell the user at the terminal, whatever the verbosity, and the log file where there is one."""
+    if config.jsonl:  # standard output is for objects then
+        logging.getLogger("ftgguf.server").info("%s", text)
+        return
+    print(text, flush=True)
+    record = logging.LogRecord("ftgguf.server", logging.INFO, __file__, 0, text, None, None)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler) and not config.disable:
+            handler.handle(record)
+
+
 def set_up(config: LogConfig) -> None:
     """Replace this process's log handlers. OSError if the log file cannot be opened."""
     level = _LEVELS.get(config.verbosity, logging.DEBUG if config.verbosity > 3 else logging.CRITICAL)

@@ -224,6 +224,8 @@ def _on_cpu(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, found: Surve
     ]
     if cells > numbers.n_ctx_train:
         text.append(f"  the model was trained on {numbers.n_ctx_train} tokens: beyond, its text falls apart")
+    if kv > free:
+        return [*text, "  more KV than memory: it cannot be served so; lower -c"]
     if gguf.size + kv > free:
         text.append("  more than is available: the file is read again and again while it runs; lower -c, or add memory")
     return [*text, _speed_line(predict(found, numbers.n_layer, 1.0, product_rate(found, config.cpu.threads)))]

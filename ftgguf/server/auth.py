@@ -6,6 +6,7 @@ Order and texts are llama-server's: preflight first (never authenticated), then 
 from __future__ import annotations
 
 import hmac
+import logging
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -17,7 +18,11 @@ from ftgguf.server.errors import ApiError, unavailable
 from ftgguf.server.ollama_wire import PREFIX
 from ftgguf.server.wire import dumps
 
+log = logging.getLogger("ftgguf.server")
+
 PUBLIC = frozenset(("/health", "/v1/health", "/", "/index.html"))
+UNLOGGED = frozenset(("/health", "/v1/health", "/metrics", "/slots", "/props", "/models", "/v1/models"))
+"""Paths that monitors ask for again and again: no line for these."""
 WHILE_LOADING = frozenset(("/", "/index.html", "/api/version", "/api/status", "/api/tags", "/api/ps", "/api/pull"))
 """Paths that need no model."""
 INVALID_KEY = {"error": {"message": "Invalid API Key", "type": "authentication_error", "code": 401}}
@@ -52,6 +57,7 @@ class Gate:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] = [*common, *message["headers"]]
+                self._log(scope, message["status"])
             await send(message)
 
         if scope["method"] == "OPTIONS":
@@ -65,6 +71,12 @@ class Gate:
             await _reply(send_with_headers, status, dumps(document), b"application/json; charset=utf-8")
             return
         await self._app(scope, receive, send_with_headers)
+
+    def _log(self, scope: Scope, status: int) -> None:
+        """A line as llama-server's for a request that is answered; for a stream, when its first byte goes."""
+        if scope["path"].removeprefix(self._http.api_prefix) not in UNLOGGED and log.isEnabledFor(logging.INFO):
+            client = scope.get("client") or ("unix socket",)
+            log.info("request: %s %s %s %d", scope["method"], scope["path"], client[0], status)
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, dict[str, Any]] | None:
         awake = self._engine.state in ("ready", "sleeping")

@@ -15,10 +15,12 @@ from urllib.parse import parse_qs
 
 import msgspec
 from fastapi import FastAPI
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ftgguf.flags.config import ServerConfig
 from ftgguf.server import app as single
+from ftgguf.server.anthropic import error_document
 from ftgguf.server.errors import ApiError, InvalidRequest
 from ftgguf.server.generation import json_response
 from ftgguf.server.models_host import RouterHost
@@ -42,6 +44,14 @@ class _Named(msgspec.Struct):
     """The only field of a body that matters here; the others are skipped unread."""
 
     model: Any = None
+
+
+def _error(path: str, error: ApiError) -> Response:
+    """In the shape of the API that was asked."""
+    if path.startswith(PREFIX):
+        return error_response(error)
+    anthropic = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return json_response(error_document(error) if anthropic else error.document(), error.code)
 
 
 class Router:
@@ -76,8 +86,7 @@ class Router:
         try:
             await self._forward(scope, receive, send, path, method, query)
         except ApiError as error:
-            ollama = path.startswith(PREFIX)
-            response = error_response(error) if ollama else json_response(error.document(), error.code)
+            response = _error(path, error)
             await response(scope, receive, send)
         except Disconnected:
             pass

@@ -23,7 +23,7 @@ from ftgguf.server.chat import parse_chat
 from ftgguf.server.errors import ApiError, InvalidRequest, server_error
 from ftgguf.server.generation import Sequence, json_response, make_sequences, probs_json, respond
 from ftgguf.server.ollama_requests import chat_body, generate_body, is_empty, raw_body, wanted_context
-from ftgguf.server.ollama_wire import keep_alive_seconds, line, model_name, not_found, now, same_name, stream_response
+from ftgguf.server.ollama_wire import keep_alive_seconds, line, model_name, now, same_name, stream_response
 from ftgguf.server.prompts import tokenize_mixed, tokenize_prompts
 from ftgguf.server.schema import evaluate
 from ftgguf.server.state import ServerState, state_of
@@ -155,7 +155,11 @@ async def named_body(request: Request) -> tuple[dict[str, Any], int, str]:
     parsed, size = await state_of(request).json(request)
     name = model_name(parsed)
     if ROUTED not in request.scope and not any(same_name(name, own) for own in served(request).names):
-        raise not_found(name)
+        own = ", ".join(served(request).names)
+        raise ApiError(
+            f"model '{name}' not found: this server has {own}; 'ftgguf serve' without -m loads others, too",
+            "not_found_error",
+        )
     _note_context(request, parsed)
     return parsed, size, name
 

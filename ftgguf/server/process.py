@@ -217,10 +217,7 @@ async def _announce(state: ServerState, listeners: list[Listener]) -> bool:
         startup.block(ready, state.name, urls, startup.template_text(state.config, state.templates)),
         startup.example(urls[0], bool(state.config.http.api_keys)),
     ):
-        if state.config.log.jsonl:  # standard output is for objects then
-            log.info("%s", text)
-        else:
-            print(text, flush=True)
+        logs.announce(text, state.config.log)
     return True
 
 

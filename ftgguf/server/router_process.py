@@ -74,10 +74,7 @@ async def _serve(config: ServerConfig, catalog: Catalog, listeners: list[Listene
     server = http_server(config.http, app)
     install_signals(server, host.pool.refuse)
     text = "\n".join((block(catalog, config, [listener.url for listener in listeners]), example(catalog, listeners)))
-    if config.log.jsonl:  # standard output is for objects then
-        log.info("%s", text)
-    else:
-        print(text, flush=True)
+    logs.announce(text, config.log)
     for source in catalog.sources():
         if source.load_on_startup:
             host.pool.load(source)

@@ -101,6 +101,12 @@ def test_resize_and_rebuild(server: tuple[str, Any], capsys: pytest.CaptureFixtu
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert ctl.main(["--host", "127.0.0.1:9", "cache", "status"]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert (
+        ctl.main(["--port", "1", "cache", "status", "--host", "127.0.0.1", "--port", "9"]) == 1
+    )  # the later one counts
+    assert "127.0.0.1:9" in capsys.readouterr().err
+    assert ctl.main(["--host", "127.0.0.1:9", "cache", "rebuild"]) == 1
     assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         ctl.main(["cache", "resize", "much"])

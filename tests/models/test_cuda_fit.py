@@ -289,3 +289,10 @@ def test_planning_imports_no_torch() -> None:
     code = "import sys, ftgguf.engine.plan, ftgguf.engine.doctor; print({'torch', 'triton'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_more_kv_than_memory_gets_no_speed(model: tuple[Survey, Numbers, Path]) -> None:
+    """`serve -c` of that size is refused (tests/server/test_start_failures.py)."""
+    text = "\n".join(plan.lines(parse_server(["-m", str(model[2]), "-c", "999999999"], {}), None, look=False))
+    assert "it cannot be served so" in text
+    assert "predicted" not in text

@@ -240,3 +240,14 @@ def test_sockets(tmp_path: Path) -> None:
 def test_the_front_imports_no_torch() -> None:
     code = "import sys, ftgguf.server.process; assert 'torch' not in sys.modules and 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_requests_are_logged_but_not_a_monitors(server: Front, caplog: pytest.LogCaptureFixture) -> None:
+    """A line with method, path, client and status, as llama-server's; none for what is asked again and again."""
+    with caplog.at_level("INFO", "ftgguf.server"):
+        server.http.get("/health")
+        server.http.get("/v1/models")
+        server.post("/tokenize", {"content": "a"})
+        server.post("/nowhere", {})
+    lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("request:")]
+    assert lines == ["request: POST /tokenize 127.0.0.1 200", "request: POST /nowhere 127.0.0.1 404"]

@@ -51,3 +51,14 @@ def test_prefix_and_colours(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     say(LogConfig(prefix=True, colors="on", file=str(tmp_path / "log")))
     assert capsys.readouterr().err.splitlines() == ["I hello", "\x1b[35mW careful \u2603\x1b[0m"]
     assert (tmp_path / "log").read_text(encoding="utf-8").splitlines() == ["I hello", "W careful \u2603"]
+
+
+def test_what_is_announced_is_in_the_log_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The terminal has it whatever the verbosity; a file as well, unless logging is off."""
+    for verbosity, disable, there in ((3, False, True), (0, False, True), (3, True, False)):
+        path = tmp_path / f"{verbosity}{disable}.log"
+        config = LogConfig(verbosity=verbosity, disable=disable, file=str(path), colors="off")
+        logs.set_up(config)
+        logs.announce("address  http://here", config)
+        assert capsys.readouterr().out == "address  http://here\n"
+        assert ("address  http://here" in path.read_text()) == there

@@ -103,7 +103,9 @@ def test_a_signal_ends_a_running_stream_with_an_error(path: str, body: dict[str,
         assert "shutting down" in lines[-1]
         assert process.wait(20) == 0
         assert process.stderr is not None
-        assert process.stderr.read().splitlines() == ["stopping; once more to leave at once"]
+        assert process.stderr.read().splitlines() == [
+            f"request: POST {path} 127.0.0.1 200", "stopping; once more to leave at once"
+        ]  # fmt: skip
 
 
 def test_a_second_signal_leaves_at_once() -> None:

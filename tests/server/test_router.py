@@ -142,6 +142,7 @@ def test_what_the_router_answers_itself(server: Server) -> None:
         ("POST", "/completion", {"prompt": "a"}, 400, "model name is missing from the request"),
         ("POST", "/completion", {"prompt": "a", "model": 3}, 400, "model name is missing from the request"),
         ("POST", "/completion", {"prompt": "a", "model": "none"}, 400, "model 'none' not found"),
+        ("POST", "/v1/messages", {"messages": [], "model": "none"}, 400, "model 'none' not found"),
         ("POST", "/v1/chat/completions", [], 400, "model name is missing"),
         ("POST", "/completion", {"prompt": "a", "model": "/etc/passwd"}, 400, "not found"),
         ("POST", "/completion", {"prompt": "a", "model": "../../stories"}, 400, "not found"),
@@ -160,6 +161,7 @@ def test_errors(server: Server, method: str, path: str, body: Any, status: int, 
     answer = server.http.request(method, path, json=body) if body is not None else server.http.request(method, path)
     assert answer.status_code == status, answer.text
     assert words in answer.json()["error"]["message"]
+    assert answer.json().get("type") == ("error" if path == "/v1/messages" else None)  # Anthropic's envelope
 
 
 def test_load_and_unload_with_events(server: Server) -> None:
