@@ -2,17 +2,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "team.h"
 
 namespace ftgguf {
 
@@ -54,38 +52,6 @@ struct ExpertJob {
     float * y = nullptr;              // [rows, n_embd], overwritten
 };
 
-// Threads that work on one task together and wait, first by spinning, then asleep, for the next.
-class Team {
-  public:
-    // `cpus[i]` is where thread i runs (-1: anywhere); thread 0 is whoever calls run.
-    explicit Team(std::vector<int> cpus);
-    ~Team();
-    int size() const { return static_cast<int>(cpus_.size()); }
-    void run(const std::function<void(int)> & body);
-    void barrier();
-    // How long helpers spin for the next job before they sleep. Waking them from sleep costs more than a small job.
-    void spin_for(int microseconds) { spin_us_ = microseconds; }
-
-  private:
-    void helper(int index);
-    std::vector<int> cpus_;
-    std::vector<std::thread> threads_;
-    const std::function<void(int)> * body_ = nullptr;
-    std::atomic<int> spin_us_{300};
-    std::atomic<bool> stop_{false};
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    // What some threads spin on while others count up lies in cache lines (pairs, for the prefetcher) of its own.
-    alignas(128) std::atomic<uint64_t> epoch_{0};
-    alignas(128) std::atomic<int> running_{0};
-    std::atomic<int> sleeping_{0};
-    alignas(128) std::atomic<int> arrived_{0};
-    alignas(128) std::atomic<uint32_t> round_{0};
-};
-
-void pin_thread(int cpu);
-void relax(int spins);
-
 class ExpertWorker {
   public:
     explicit ExpertWorker(std::vector<int> cpus);
@@ -108,9 +74,12 @@ class ExpertWorker {
     // Work memory, kept between jobs.
     std::vector<uint8_t> input_a_, input_b_, hidden_rounded_;
     std::vector<float> hidden_, out_;
-    std::vector<uint8_t> used_;
-    std::vector<int32_t> order_;
-    std::unique_ptr<std::atomic<int>[]> left_;  // [experts]: tasks of an expert that are not done
+    std::vector<int32_t> order_, used_rows_;
+    // Tasks of an expert's piece that are not done: those of different pieces are counted by different threads.
+    struct alignas(64) Count {
+        std::atomic<int> tasks{0};
+    };
+    std::unique_ptr<Count[]> left_;
     int left_size_ = 0;
 };
 

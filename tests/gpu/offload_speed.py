@@ -70,11 +70,13 @@ class Layers:
         now = self._served()
         cpu = (now - self.before)[:, 4]
         self.before = now
-        self.lines.append(np.column_stack([self.store.mail.trace, cpu]))
+        end = self.store.mail.trace[:, 7]
+        whole = np.diff(end, prepend=end[0])  # from the layer before's end to its own
+        self.lines.append(np.column_stack([self.store.mail.trace, cpu, whole])[1:])
 
     def show(self, name: str) -> None:
         t = np.concatenate(self.lines)
-        total = t.sum(0) / len(self.lines)
+        total = t.sum(0) / len(self.lines)  # of all layers but the first
         us = total / 1e3
         print(f"  {name}, a step: hits {total[0]:.1f} misses {total[1]:.1f} fills {total[2]:.1f} cpu {total[3]:.1f}")
         print(f"    us: fills {us[5]:.0f}, products {us[4] - us[5]:.0f}, wait {us[6]:.0f}; CPU busy {us[8]:.0f}")
@@ -82,8 +84,10 @@ class Layers:
             some = t[t[:, 1] == m]
             f, c = some[:, 2].mean(), some[:, 3].mean()
             us = some[:, [5, 4, 8, 6]].mean(0) / 1e3
+            whole = np.median(some[:, 9]) / 1e3
+            besides = np.median(some[:, 9] - some[:, 4] - some[:, 6]) / 1e3
             print(f"    {m} misses ({len(some)} layers): {f:.1f} filled in {us[0]:.0f} us (with products {us[1]:.0f}), "
-                  f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}")  # fmt: skip
+                  f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}; the layer {whole:.0f}, besides {besides:.0f}")
 
 
 def line(counts: list[int], seconds: list[float]) -> str:
@@ -175,7 +179,22 @@ def prompts(executor: Any, rng: np.random.Generator) -> None:
     print("    between experts: " + ", ".join(f"up to {1 << b} rows {1e3 * s:.2f} ms" for b, s in dense))
 
 
-def measure_share(path: Path, share: float, threads: int, trace: np.ndarray | None, steps: int) -> None:
+def profile(executor: Any, rng: np.random.Generator, steps: int = 8) -> None:
+    """Kernels of a decode step by their time, from CUPTI."""
+    batches = [rows([int(t)], i, [0]) for i, t in enumerate(rng.integers(3, executor.n_vocab, steps + 1))]
+    executor.forward(batches[0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as p:
+        for batch in batches[1:]:
+            executor.forward(batch)
+    found = sorted(p.key_averages(), key=lambda e: -e.self_device_time_total)
+    for e in found[:18]:
+        print(f"    {e.key[:60]:<60} {e.count / steps:7.1f} x {e.self_device_time_total / e.count:7.2f} us = "
+              f"{e.self_device_time_total / steps:8.1f} us")  # fmt: skip
+
+
+def measure_share(
+    path: Path, share: float, threads: int, trace: np.ndarray | None, steps: int, parts: set[str]
+) -> None:
     rng, numbers = np.random.default_rng(0), read_numbers(open_gguf(path))
     slots = int(share * numbers.n_expert * numbers.n_layer)
     began = time.perf_counter()
@@ -198,8 +217,11 @@ def measure_share(path: Path, share: float, threads: int, trace: np.ndarray | No
     executor.warm_up()
     ready = time.perf_counter() - began
     print(f"share {share}: {slots} slots, ready in {ready:.1f} s; {start_line(store)}", flush=True)
-    paths(store)
-    small_kernels(store)
+    print(f"  {threads} threads asked for")
+    if "paths" in parts:
+        paths(store)
+    if "small" in parts:
+        small_kernels(store)
     store._write_split()
     decode(executor, 64 if trace is None else 512, 0, rng, lambda: None)
     layers, before = Layers(store), store.statistics().sum(0)
@@ -207,7 +229,9 @@ def measure_share(path: Path, share: float, threads: int, trace: np.ndarray | No
     counted = store.statistics().sum(0) - before
     print(f"    hit rate {counted[3] / counted[2]:.3f}; {store.controller.status()}")
     layers.show("split")
-    for name, split in (("fill", (65536, 1)), ("cpu", (0, 0))):
+    if "profile" in parts:
+        profile(executor, rng)
+    for name, split in (("fill", (65536, 1)), ("cpu", (0, 0))) if "arms" in parts else ():
         store.force_split(*split)
         decode(executor, 8, 0, rng, lambda: None)
         layers = Layers(store)
@@ -215,7 +239,8 @@ def measure_share(path: Path, share: float, threads: int, trace: np.ndarray | No
         layers.show(name)
     store._forced = None
     store._write_split()
-    prompts(executor, rng)
+    if "prompts" in parts:
+        prompts(executor, rng)
     store.close()
 
 
@@ -223,14 +248,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("shares", type=float, nargs="*", default=[0.11, 0.37])
-    parser.add_argument("--threads", type=int, default=15)
+    parser.add_argument("--threads", type=int, nargs="*", default=[15])
+    parser.add_argument("--parts", nargs="*", default=["paths", "small", "arms", "prompts"], help="or profile")
     parser.add_argument("--replay", type=Path, help="npz: experts [tokens, layers, k]")
     parser.add_argument("--steps", type=int, default=200)
     a = parser.parse_args()
     trace = None if a.replay is None else load_trace(a.replay, 4000).experts
     for share in a.shares:
-        measure_share(a.file, share, a.threads, trace, a.steps)
-        torch.cuda.empty_cache()
+        for threads in a.threads:
+            measure_share(a.file, share, threads, trace, a.steps, set(a.parts))
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
