@@ -106,7 +106,18 @@ def _line(error: BaseException) -> str:
     if isinstance(error, MemoryError) and text in ("", "std::bad_alloc"):  # an allocator, which has no more to say
         free = available_memory() / GIB
         text = f"there is not enough memory ({free:.1f} GiB are available): take a smaller context (-c) or quantisation"
+    elif full_device(error):
+        text = (
+            "the GPU's memory is full: lower -c, -ub, -np or -ngl, use -ctk/-ctv q8_0, or end other programs on it "
+            f"({text.splitlines()[0]})"
+        )
     return (text or type(error).__name__).encode("utf-8", "backslashreplace").decode()
+
+
+def full_device(error: BaseException) -> bool:
+    """Whether torch found no memory on a GPU, named without importing torch; a failed capture has it as its context."""
+    names = (type(error).__name__, type(error.__context__).__name__)
+    return "OutOfMemoryError" in names
 
 
 def serve(engine: Engine, link: Link) -> int:

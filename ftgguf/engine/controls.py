@@ -36,7 +36,7 @@ class Controls:
                 return
         try:
             value = self._answer(request)
-        except (ControlError, NotSupported, ValueError, OSError) as error:
+        except (ControlError, NotSupported, ValueError, OSError, MemoryError) as error:
             self._engine.reply(Reply(id=request.id, ok=False, message=str(error)))
         else:
             self._engine.reply(Reply(id=request.id, ok=True, value=value))

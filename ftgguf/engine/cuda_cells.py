@@ -17,6 +17,8 @@ from ftgguf.nouns import I32
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q8_0": torch.int8}
 STORED_AS = {"q4_0": "q8_0", "q4_1": "q8_0", "iq4_nl": "q8_0", "q5_0": "q8_0", "q5_1": "q8_0"}
 """KV types that the device stores as another one."""
+COPIED = 1024
+"""Cells copied at once: half a context at once would need as much memory again."""
 _ORDER = ("q8_0", "f16", "bf16", "f32")
 
 
@@ -132,8 +134,9 @@ class CudaCells:
     def copy(self, src: I32, dst: I32) -> None:
         """Cell src[i] to cell dst[i] in every layer; the sets are disjoint."""
         a, b = self._index(src), self._index(dst)
-        for pool in self.pools:
-            pool.index_copy_(1, b, pool.index_select(1, a))
+        for at in range(0, len(src), COPIED):
+            for pool in self.pools:
+                pool.index_copy_(1, b[at : at + COPIED], pool.index_select(1, a[at : at + COPIED]))
 
     def read(self, cells: I32) -> bytes:
         """The cells' bytes, cell after cell, each with its layers in the order of `pools`."""

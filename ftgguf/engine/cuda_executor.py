@@ -388,10 +388,18 @@ class CudaExecutor:
         self.cells.copy(src, dst)
 
     def read_cells(self, cells: I32) -> bytes:
-        return self.cells.read(cells)
+        """See Executor. Raises MemoryError where the device has no room to gather them."""
+        try:
+            return self.cells.read(cells)
+        except torch.OutOfMemoryError as error:
+            raise _no_room(len(cells)) from error
 
     def write_cells(self, cells: I32, data: bytes) -> None:
-        self.cells.write(cells, data)
+        """See Executor. Raises MemoryError where the device has no room to take them in."""
+        try:
+            self.cells.write(cells, data)
+        except torch.OutOfMemoryError as error:
+            raise _no_room(len(cells)) from error
 
     def shift_cells(self, cells: I32, delta: int) -> None:
         """Rotate K of `cells` by `delta` positions, layer by layer, as llama.cpp's context shift does."""
@@ -404,6 +412,10 @@ class CudaExecutor:
                 raise NotSupported("the context of a model without RoPE cannot be shifted")
             ops = CudaOps(Rows(by, by, by, by, by, None, None, 0), none, self.ropes, self.store, 0)
             self.cells.set_keys(i, at, ops.rope(self.cells.keys(i, at), a.rope))
+
+
+def _no_room(n: int) -> MemoryError:
+    return MemoryError(f"the GPU has no memory to move {n} KV cells: lower -c or raise --vram-budget")
 
 
 def _dummy(rows: int, outputs: I32) -> Batch:

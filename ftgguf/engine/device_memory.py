@@ -10,6 +10,8 @@ MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB
 """A CUDA context with the modules of some hundred kernels, where nothing has been measured yet (an H200 with driver
 580 took 520 MiB before the first kernel)."""
+PLAUSIBLE = (64 * MIB, 1024 * MIB)
+"""What a context takes; the figure is a difference of what is free on the whole device."""
 
 
 class DeviceMemory:
@@ -90,5 +92,8 @@ def context_overhead(device: torch.device) -> int:
     after = free_memory(device.index or 0)
     if before is None or after is None:
         return CONTEXT_BYTES
+    taken = before - after
+    if not PLAUSIBLE[0] <= taken <= PLAUSIBLE[1]:  # another program took or gave memory meanwhile
+        return CONTEXT_BYTES
     # modules of the kernels are loaded later: 96 MiB cover those of one file's types
-    return max(0, before - after) + 96 * MIB
+    return taken + 96 * MIB

@@ -144,7 +144,11 @@ def fit(survey: Survey, numbers: Numbers, config: ServerConfig, budget: int, con
         if parts.total <= budget:
             lines.append(f"{n_layer - first} of {n_layer} layers fit into {budget // MIB} MiB of GPU memory")
             return Fit(first, n_layer, n_cells, parts, tuple(lines))
-    lines.append(f"no layer fits into {budget // MIB} MiB of GPU memory")
+    needed = parts_of(survey, n_layer - 1, n_cells, config, context).total
+    lines.append(
+        f"no layer fits into {budget // MIB} MiB of GPU memory: with one, KV of {n_cells} tokens, workspace and CUDA "
+        f"itself it is {needed // MIB} MiB; raise --vram-budget, or lower -c or -ub"
+    )
     return Fit(n_layer, n_layer, n_cells, Parts(0, 0, 0, 0, 0), tuple(lines))
 
 
@@ -179,7 +183,8 @@ def budget_of(config: ServerConfig, free: int) -> tuple[int, str]:
     """Bytes the engine may hold with `free` bytes unused now, and where the number comes from."""
     p = config.placement
     if p.vram_budget is not None:
-        return min(p.vram_budget * MIB, free), "--vram-budget"
+        asked = p.vram_budget * MIB
+        return (asked, "--vram-budget") if asked <= free else (free, f"free, less than --vram-budget {p.vram_budget}")
     if p.fit and p.fit_target:
         return max(0, free - p.fit_target[0] * MIB), f"free memory less --fit-target ({p.fit_target[0]} MiB)"
     return free, "free memory"

@@ -43,6 +43,14 @@ class GpuModel:
         self.details = details
 
 
+def claim(device: Device) -> tuple[torch.device, int, int]:
+    """Make this process's CUDA context: (the device, bytes the context takes, bytes that are free besides)."""
+    on = torch.device("cuda", device.index)
+    overhead = context_overhead(on)  # before anything else makes the context
+    torch.cuda.set_device(on)
+    return on, overhead, free_memory(device.index) or torch.cuda.mem_get_info(on)[0]
+
+
 def load_gpu(
     config: ServerConfig,
     gguf: GGUFFile,
@@ -55,11 +63,8 @@ def load_gpu(
 
     Raises ModelError, MemoryError with one clear line.
     """
-    on = torch.device("cuda", device.index)
-    torch.cuda.set_device(on)
-    overhead = context_overhead(on)
-    free = (free_memory(device.index) or torch.cuda.mem_get_info(on)[0]) + overhead
-    budget, source_of_budget = budget_of(config, free)
+    on, overhead, free = claim(device)
+    budget, source_of_budget = budget_of(config, free + overhead)
     found = survey(gguf, numbers, config.context)
     cached = plan_cache(found, numbers, config, budget, overhead)
     chosen = fit(found, numbers, config, budget, overhead) if cached is None else cached.fit
@@ -77,7 +82,9 @@ def load_gpu(
         n_cells=chosen.n_cells,
         max_rows=min(config.context.n_ubatch, config.context.n_batch),
         decode_rows=config.context.n_parallel,
-        kv=kv_kind(config.context.type_k, config.context.type_v)[0],
+        kv=kv_kind(
+            config.context.type_k, config.context.type_v, [b.attention for b in found.model.blocks[chosen.first :]]
+        )[0],
     )
     helpers = Helpers(job, found, config.cpu.threads)
     try:
@@ -106,6 +113,7 @@ def load_gpu(
         "vram_budget_reason": source_of_budget,
         "cells": gpu.n_cells,
         "kv_bytes": memory.held.get("KV", 0),
+        "kv_layout": f"GPU from block {chosen.first} on, {gpu.cells.kind}",
         "vram": dict(memory.held),
         "notes": [*chosen.lines, *notes],
     }

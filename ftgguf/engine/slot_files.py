@@ -27,7 +27,7 @@ VERSION = 1
 CHUNK = 1024
 """Cells moved at a time: some hundred MiB at most, whatever the context."""
 _HEAD = struct.Struct("<8sII")
-_IDENTITY = ("architecture", "name", "file_type", "n_params", "size", "n_vocab", "n_embd", "n_layer", "kv_types")
+_IDENTITY = ("architecture", "name", "file_type", "n_params", "size", "n_vocab", "n_embd", "n_layer", "kv_types", "kv_layout")
 _SAMPLE = 1 << 20
 
 
@@ -36,7 +36,11 @@ class SlotFileError(ValueError):
 
 
 def fingerprint(info: dict[str, Any]) -> str:
-    """Names a model and its KV types: a hash of its description and of the first and last MiB of its file."""
+    """Names a model and its KV: a hash of its description and of the first and last MiB of its file.
+
+    `kv_layout` is there because cells lie in other orders on the CPU, on a GPU and in segments of both: bytes of one
+    would be taken for those of another.
+    """
     digest = hashlib.sha256(json.dumps([info.get(key) for key in _IDENTITY]).encode())
     path = info.get("path")
     if path and Path(path).is_file():
