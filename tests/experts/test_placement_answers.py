@@ -1,0 +1,152 @@
+"""Placement does not change the answer: the argument of docs/measurements/placement.md on tiny models, under the
+interpreter. tests/gpu/test_store_gpu.py has the same checks on a CUDA device and larger models.
+
+The oracle is the store with every expert resident, on the same inputs; the bound where 8-bit roundings differ comes
+from the CPU executor against itself (rounding_noise). Faults put in on purpose show that the checks see them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton", reason="the GPU path needs triton")
+
+from placement_checks import (  # noqa: E402
+    BROKEN,
+    LAYER,
+    SAME,
+    Bench,
+    assert_chain,
+    assert_fault_shows,
+    assert_layers_same,
+    bound_of,
+    jitter,
+    layers_under,
+    nearest_ties,
+    placings,
+    steps_under,
+    with_steps,
+)
+from placement_helpers import nmse  # noqa: E402
+from rounding_noise import Nudged  # noqa: E402
+from store_helpers import decoded  # noqa: E402
+
+from compat.synth import make  # noqa: E402
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+EXPERTS, K = 8, 4
+NARROW = {
+    "n_expert": EXPERTS, "n_expert_used": K, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32, "n_embd": 64,
+    "n_ff": 64, "n_ff_expert": 64,
+}  # fmt: skip
+WIDE = NARROW | {"n_embd": 256, "n_ff_expert": 256}
+TYPES: dict[str, tuple[Any, dict[str, int]]] = {
+    "F32": ("F32", NARROW | {"n_layer": 2}),
+    "F16": ("F16", NARROW | {"n_layer": 2}),
+    "Q8_0": ("Q8_0", NARROW | {"n_layer": 2}),
+    "MXFP4": ({"*_exps.weight": "MXFP4", "*": "Q8_0"}, NARROW | {"n_layer": 1}),
+    "Q4_K and Q6_K": (
+        {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}, WIDE | {"n_layer": 1}
+    ),
+    "IQ4_XS": ({"*_exps.weight": "IQ4_XS", "*": "Q8_0"}, WIDE | {"n_layer": 1}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
+    """`benches(type, tokens)`: the resident run of a tiny model, made once."""
+    folder, made = tmp_path_factory.mktemp("placement"), {}
+
+    def get(kind: str, tokens: int, layers: int | None = None) -> Bench:
+        key = (kind, tokens, layers)
+        if key not in made:
+            types, sizes = TYPES[kind]
+            sizes = sizes if layers is None else sizes | {"n_layer": layers}
+            path = make("qwen3moe", folder / f"{kind}-{layers}.gguf", types=types, **sizes)
+            ids = np.random.default_rng(0).integers(3, 300, tokens)
+            made[key] = Bench.of(path, DEVICE, [int(t) for t in ids])
+        return made[key]
+
+    return get
+
+
+def placed(bench: Bench) -> dict[str, Any]:
+    return placings(len(bench.seen[0].y), EXPERTS, K)
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k != "IQ4_XS" else pytest.param(k, marks=pytest.mark.slow) for k in TYPES]
+)
+def test_a_layer_is_the_same_for_every_placement(benches: Any, kind: str) -> None:
+    """Each layer on the resident run's input. Where experts run on the device, nothing differs at all."""
+    bench = benches(kind, 2 if TYPES[kind][1]["n_layer"] > 1 else 1)
+    for name, placing in placed(bench).items():
+        with bench.placed(placing) as executor:
+            found = layers_under(bench, executor)
+        assert_layers_same(found)
+        if name in ("hit", "filled"):
+            assert found.raw == 0
+
+
+def test_a_rounding_tie_is_the_whole_difference(benches: Any) -> None:
+    """Inputs chosen so that an intermediate value lies at a tie: the CPU rounds some to the other side, which moves
+    the layer by 1e-9 to 1e-6, and by exactly what the other rounding brings."""
+    bench = benches("Q8_0", 2)
+    with bench.placed(placed(bench)["cpu"]) as executor:
+        ties = with_steps(bench, nearest_ties(executor, 300, 8))
+        found = layers_under(ties, executor)
+    assert_layers_same(found)
+    assert found.flips > 0
+    assert found.raw > 100 * LAYER
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_a_fault_shows(benches: Any, fault: str) -> None:
+    bench = benches("Q8_0", 2)
+    name, break_it = BROKEN[fault]
+    with bench.placed(placed(bench)[name]) as executor:
+        assert_fault_shows(bench, executor, break_it)
+
+
+def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None:
+    """Decode steps after the same prefill. Nothing passes a tie here by itself; with the CPU's sums worse by a
+    thousand times something does, and the logits then are as far off as one tie on the CPU executor brings."""
+    bench = benches("Q8_0", 3, 3)
+    nudged = Nudged(bench.path, tmp_path, 256)
+    bound = bound_of(nudged.noise(bench.tokens, 12))
+    nudged.close()
+    assert 1e-5 < bound < 1e-2
+    apart = []
+    for name, by in (("cpu", 0.0), ("mixed 50 %", 0.0), ("cpu", 3e-4)):
+        with bench.placed(placed(bench)[name]) as executor:
+            if by:
+                jitter(executor, by)
+            steps = steps_under(bench, executor)
+        assert_chain(steps, bound)
+        if by:
+            apart = [s for s in steps if s.first is not None]
+        else:
+            assert all(s.before < LAYER for s in steps)
+    assert apart
+    assert max(s.logits for s in apart) > SAME
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("F32", 1e-10), ("F16", SAME)])
+def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(benches: Any, kind: str, bound: float) -> None:
+    """Each run on its own KV, routed as the resident run was; and as far from the float reference as that."""
+    bench = benches(kind, 6)
+    want = bench.reference.logits(bench.tokens, bench.decoded.ids)
+    resident = nmse(bench.decoded.logits, want)
+    for name in ("filled", "cpu", "mixed 25 %"):
+        with bench.placed(placed(bench)[name]) as executor:
+            got = decoded(executor, bench.tokens, replay=bench.decoded)
+        assert got.nmse(bench.decoded) < bound
+        assert nmse(got.logits, want) < max(1.5 * resident, 1e-11)
