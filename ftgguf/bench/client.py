@@ -143,6 +143,22 @@ class Target:
         path = {"native": "/completion", "openai": "/v1/completions", "ollama": "/api/generate"}[self.dialect]
         return self.stream(path, body(self, prompt, n, cache, n_probs))
 
+    def greedy(self, prompt: Prompt, n: int) -> Answer:
+        """As `complete`, with the gap of every token where the server says it, and all tokens: a stream of llama-server
+        leaves out those that end in the middle of a character. Raises RequestFailed."""
+        answer = self.complete(prompt, n, n_probs=3)
+        if self.dialect == "native" and len(answer.tokens) < answer.n_gen:
+            whole = self.post("/completion", _native_body(self, prompt, n, False, 3) | {"stream": False})
+            entries = iter(whole.get("completion_probabilities") or ())
+            answer.tokens = [int(t) for t in whole.get("tokens") or ()]
+            answer.gaps = []
+            entry = next(entries, None)
+            for token in answer.tokens:  # those left out have no entry
+                known = entry is not None and entry.get("id") == token
+                answer.gaps.append(_gap(entry) if known and entry is not None else -1.0)
+                entry = next(entries, None) if known else entry
+        return answer
+
     def stream(self, path: str, body: dict[str, Any]) -> Answer:
         """Send `body` and read the stream to its end. Raises RequestFailed."""
         answer = Answer()
@@ -276,6 +292,9 @@ def _read_native(answer: Answer, at: float, document: dict[str, Any]) -> None:
         answer.n_gen = int(document.get("tokens_predicted", len(answer.arrivals)))
         answer.prompt_n = int(document.get("tokens_evaluated", 0))
         answer.cached_n = int(timings.get("cache_n", -1))
+        if not answer.arrivals:
+            # the tokens end in the middle of a character, so that nothing was sent before the end
+            answer.arrivals = [at] * answer.n_gen
 
 
 def _gap(entry: dict[str, Any]) -> float:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from ftgguf.bench.child import openmp_note, peer_environment
+from ftgguf.bench.child import end_group, openmp_note, peer_environment, started_groups
 from ftgguf.bench.client import RequestFailed, Target, identify
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import Peer
 from ftgguf.bench.report import Contestant
-from ftgguf.bench.servers import Server, ours_command, xllamacpp_command
+from ftgguf.bench.servers import Server, free_port, ours_command, xllamacpp_command
 from ftgguf.bench.stepper import parse_isa
 from ftgguf.flags.table import by_spelling
 
 PLACING = ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe", "-ot")
 SWEPT = (*PLACING, "-ub", "--ubatch-size", "-b", "--batch-size", "-fa", "--flash-attn")
 """Flags that the sweep of the peer's placement sets itself."""
+BY_DEVICE = "VRAM is what the GPU held beyond what it held before the start: nvidia-smi does not name the process"
+ASK_S = 60.0
+"""For a llama-server to start and say what it is built for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,13 @@ def make_contenders(
         return sides
     if peer.kind in ("llama-server", "xllamacpp"):
         shared = without(peer_flags(flags), SWEPT) if placements else peer_flags(flags)
-        variants = placements or {"": [], " plain": ["--no-repack"]}
+        by_hand = any(flag in shlex.split(options.peer_args) for flag in PLACING)
+        variants = placements or ({"": []} if by_hand else {"": [], " plain": ["--no-repack"]})
+        isa = asked_isa(peer.where) if peer.kind == "llama-server" else []
         for name, more in variants.items():
             command = peer_command(peer, [*shared, *more, *shlex.split(options.peer_args)])
-            layout = "" if placements else "plain" if name else "its default"
-            side = Contestant(peer.kind + name, ours=False, layout=layout)
+            layout = "" if placements or by_hand else "plain" if name else "its default"
+            side = Contestant(peer.kind + name, ours=False, layout=layout, isa=list(isa))
             sides.append(Contender(side, _local(side, command, options)))
         return sides
     side = Contestant("ollama" if peer.kind == "ollama" else peer.where.split("://")[-1], ours=False)
@@ -113,6 +120,47 @@ def make_contenders(
     )
     sides.append(Contender(side, _remote(side, peer, options, n_ctx)))
     return sides
+
+
+def other_backend(options: Options, flags: list[str], peer: Peer) -> Contender:
+    """llama-server without a GPU and with plain weights: what its own backends differ by is noise. Not measured."""
+    shared = without(peer_flags(flags), PLACING)
+    command = peer_command(peer, [*shared, "--device", "none", "--no-repack"])
+    side = Contestant(f"{peer.kind} on the CPU", ours=False, layout="plain")
+    return Contender(side, _local(side, command, options))
+
+
+def asked_isa(where: str) -> list[str]:
+    """Instruction sets of the llama-server at `where`: it says them at its start at a higher verbosity than its usual
+    one, which would cost a measured server time. So it is started once without a model and ended as soon as it has said
+    them; empty where it does not within ASK_S."""
+    command = [where, "-lv", "4", "-m", "/nonexistent.gguf", "--host", "127.0.0.1", "--port", str(free_port())]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=peer_environment(),
+        )
+    except OSError:
+        return []
+    started_groups.add(process.pid)
+    watch = threading.Timer(ASK_S, end_group, [process.pid])
+    watch.start()
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            _, found, said = line.decode(errors="replace").partition("system_info:")
+            if found:
+                return list(parse_isa(said))
+        return []
+    finally:
+        watch.cancel()
+        end_group(process.pid)
+        process.wait()
+        process.stdout.close()
 
 
 def peer_command(peer: Peer, flags: list[str]) -> list[str]:
@@ -149,6 +197,8 @@ def _note_memory(side: Contestant, server: Server) -> None:
         side.rss_steady = server.memory.steady
         side.rss_peak = max(side.rss_peak, server.memory.peak)
         side.vram_peak = max(side.vram_peak, server.memory.vram_peak)
+        if server.memory.by_device and BY_DEVICE not in side.notes:
+            side.notes.append(BY_DEVICE)
 
 
 def _learn(side: Contestant, target: Target, server: Server) -> None:

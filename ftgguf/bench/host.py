@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import time
@@ -40,6 +41,23 @@ def gpu_names() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return ", ".join(done.stdout.split("\n")).strip(", ") if done.returncode == 0 else ""
+
+
+def gpu_memory() -> int:
+    """Bytes of all NVIDIA GPUs together, used or not; 0 without one."""
+    return sum(int(mib) << 20 for mib in re.findall(r"^(\d+)$", smi("--query-gpu=memory.total"), re.MULTILINE))
+
+
+def smi(what: str) -> str:
+    """nvidia-smi's answer to a query, a line for each; empty without it."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    try:
+        asked = [tool, what, "--format=csv,noheader,nounits"]
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
 
 
 def governor() -> str:

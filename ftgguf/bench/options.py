@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +51,8 @@ comparison:
   --workload LIST         over HTTP: pp, tg, depth, suffix, streams (default: all)
   --longest S             over HTTP: seconds that one prompt may take, by a first estimate; longer ones are left out
                           and named (default: 60)
+  --limit S               over HTTP: no round is begun that would end later than S seconds after the start, and the
+                          search for the peer's placement takes half of them at most (default: no limit)
   --timeout S             seconds without an answer after which a side counts as hung (default: 600)
 
 exit status: 0 measured and the outputs agree; 1 bad usage or our side failed; 2 the outputs differ by more than noise;
@@ -90,6 +94,8 @@ class Options:
     workloads: tuple[str, ...] = WORKLOADS
     timeout: float = 600.0
     longest: float = 60.0
+    limit: float = math.inf
+    started: float = field(default_factory=time.monotonic)
     traces: list[str] = field(default_factory=list)
     engine: list[str] = field(default_factory=list)
     varied: dict[str, list[str]] = field(default_factory=dict)
@@ -98,6 +104,10 @@ class Options:
     @property
     def tests(self) -> tuple[SpeedTest, ...]:
         return make_tests(self.prompts or [512], self.gens or [128], self.pairs, self.depths or [0])
+
+    def time_for(self, seconds: float) -> bool:
+        """Whether what takes `seconds` from now on ends within `--limit`."""
+        return time.monotonic() + seconds <= self.started + self.limit
 
     def engine_lines(self) -> list[list[str]]:
         """Engine flags of each combination of the varied ones."""
@@ -157,6 +167,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--workload": ("workloads", _workloads),
     "--timeout": ("timeout", _seconds),
     "--longest": ("longest", _seconds),
+    "--limit": ("limit", _seconds),
 }
 _VARIED = (
     *("-b", "--batch-size", "-ub", "--ubatch-size", "-t", "--threads", "-ctk", "--cache-type-k", "-ctv"),
@@ -184,6 +195,8 @@ def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
         else:
             _engine_flag(options, flag, rest)
     options.repetitions = options.repetitions or default
+    for name in ("prompts", "gens", "depths"):  # a length given twice is one row
+        setattr(options, name, list(dict.fromkeys(getattr(options, name))))
     _check(options)
     return options
 

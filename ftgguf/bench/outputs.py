@@ -21,27 +21,34 @@ Settle = Callable[[Divergence, Sequence[int]], str]
 """(a fault between ours and a peer, the peer's tokens) -> why it is none after all, or an empty string."""
 
 
-def compare(report: Report, said: Mapping[str, Sequence[Greedy]], settle: Settle = lambda fault, tokens: "") -> None:
+def compare(
+    report: Report,
+    said: Mapping[str, Sequence[Greedy]],
+    settle: Settle = lambda fault, tokens: "",
+    others: Callable[[], Mapping[str, Sequence[Greedy]]] = dict,
+) -> None:
     """Fill `report.outputs` from what each contestant said to the same prompts, and note a fault as trouble, unless
     `settle` explains it.
 
     Peers are compared with each other too (weight layouts of one library): what they differ by among themselves is
-    noise by definition, and raises the bound where it is more than NOISE_NATS.
+    noise by definition, and raises the bound where it is more than NOISE_NATS. Where there is a fault, `others` gives
+    what the peers say on other backends of theirs, which counts the same.
     """
     ours = report.ours
     names = [c.name for c in report.contestants if c.name in said]
     peers = {p.name for p in report.peers}
     outputs = Outputs(noise=NOISE_NATS)
     for a, b in combinations(names, 2):
-        outputs.pairs.append((a, b))
-        for i, (x, y) in enumerate(zip(said[a], said[b], strict=True)):
-            at = first_difference(x, y)
-            if at is not None:
-                outputs.divergences.append(Divergence(a, b, i, at, x[at][0], y[at][0], x[at][1], y[at][1]))
+        _pair(outputs, a, said[a], b, said[b])
     outputs.prompts = max((len(s) for s in said.values()), default=0)
     outputs.length = max((len(g) for s in said.values() for g in s), default=0)
-    among_peers = [d.gap for d in outputs.divergences if d.a in peers and d.b in peers]
-    outputs.noise = max([NOISE_NATS, *among_peers])
+    outputs.noise = _noise(outputs, peers)
+    if outputs.faults():
+        for name, theirs in others().items():
+            for peer in (n for n in names if n in peers):
+                _pair(outputs, peer, said[peer], name, theirs)
+            peers.add(name)
+        outputs.noise = _noise(outputs, peers)
     report.outputs = outputs
     for fault in outputs.faults():
         if ours is None or ours.name not in (fault.a, fault.b):
@@ -50,6 +57,20 @@ def compare(report: Report, said: Mapping[str, Sequence[Greedy]], settle: Settle
         fault.settled = settle(fault, [token for token, _ in said[peer][fault.prompt]])
         if not fault.settled:
             report.trouble(OUTPUTS_DIFFER, describe(fault, outputs.noise))
+
+
+def _pair(outputs: Outputs, a: str, x_all: Sequence[Greedy], b: str, y_all: Sequence[Greedy]) -> None:
+    """Add the pair and where it parts."""
+    outputs.pairs.append((a, b))
+    for i, (x, y) in enumerate(zip(x_all, y_all, strict=True)):
+        at = first_difference(x, y)
+        if at is not None:
+            outputs.divergences.append(Divergence(a, b, i, at, x[at][0], y[at][0], x[at][1], y[at][1]))
+
+
+def _noise(outputs: Outputs, peers: set[str]) -> float:
+    """Nats that are noise: what `peers` differ by among themselves, NOISE_NATS at least."""
+    return max([NOISE_NATS, *(d.gap for d in outputs.divergences if d.a in peers and d.b in peers)])
 
 
 def describe(d: Divergence, noise: float) -> str:

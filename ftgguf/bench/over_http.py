@@ -10,13 +10,13 @@ from pathlib import Path
 from ftgguf.bench.alone import config_for
 from ftgguf.bench.cache_watch import CacheWatch, watched
 from ftgguf.bench.client import Answer, RequestFailed, Target, identify
-from ftgguf.bench.contenders import Contender, Running, make_contenders
+from ftgguf.bench.contenders import Contender, Running, make_contenders, other_backend
 from ftgguf.bench.identity import differs, figures
 from ftgguf.bench.in_process import GREEDY_TOKENS, say
 from ftgguf.bench.options import HTTP_PROMPTS, Options
 from ftgguf.bench.outputs import Greedy, compare, compare_texts, compare_tokens
 from ftgguf.bench.peers import Peer
-from ftgguf.bench.placement import best_placements, check_budget
+from ftgguf.bench.placement import best_placements, check_budget, sizes_of
 from ftgguf.bench.prompts import TEXTS
 from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, missing_isa
 from ftgguf.bench.servers import ServerError
@@ -32,7 +32,7 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     """Measure every workload in `options.repetitions` rounds. What fails becomes rows and troubles of `report`."""
     with open_model(path) as gguf:
         limit, n_vocab = gguf.arch("context_length"), len(gguf.metadata["tokenizer.ggml.tokens"])
-        n_layers = gguf.arch("block_count")
+        sizes = sizes_of(gguf)
     remote = _asked(peer, options) if peer.kind == "url" else None
     if remote is not None and 0 < remote.n_ctx < limit:
         report.notes.append(f"the peer runs with a context of {remote.n_ctx} tokens a request; nothing longer is sent")
@@ -61,9 +61,10 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
         "clock": "the client's",
     }
     text_only = peer.kind == "ollama" or (remote is not None and not remote.native)
-    placements = best_placements(report, options, flags, peer, n_layers) if peer.kind == "llama-server" else {}
+    placements = best_placements(report, options, flags, peer, sizes) if peer.kind == "llama-server" else {}
     sides = make_contenders(options, flags, peer, placements, plan.cells)
-    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt).run(plan)
+    other = other_backend(options, flags, peer) if placements else None
+    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt, other).run(plan)
     check_budget(report, config.placement.vram_budget)
 
 
@@ -87,7 +88,8 @@ def _asked(peer: Peer, options: Options) -> _Remote:
 
 
 class HttpDuel:
-    """Rounds over contenders. `text_only`: a side takes no token ids, so that all get text."""
+    """Rounds over contenders. `text_only`: a side takes no token ids, so that all get text. `other`: the peer on
+    another backend, asked only where outputs differ."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class HttpDuel:
         source: Source,
         text_only: bool,
         salt: int = 0,
+        other: Contender | None = None,
     ) -> None:
         self.report = report
         self.options = options
@@ -104,6 +107,8 @@ class HttpDuel:
         self.source = source
         self.text_only = text_only
         self.salt = salt
+        self.other = other
+        self._compared = False
         self.plan: Plan | None = None
         self._figures: dict[str, int] = {}
         self._said: dict[str, list[Greedy]] = {}
@@ -120,8 +125,16 @@ class HttpDuel:
             report.notes.append("prompts are text, as the peer takes no token ids")
 
     def run(self, plan: Plan) -> None:
-        """All rounds."""
+        """All rounds that `--limit` has time for. Outputs are compared also where an interrupt ends the first."""
+        try:
+            self._rounds(plan)
+        finally:
+            self._compare(interrupted=True)
+            self._check_clocks()
+
+    def _rounds(self, plan: Plan) -> None:
         for r in range(self.options.repetitions):
+            began = time.monotonic()
             if len(self.sides) > 1 and all(side.lost for side in self.sides[1:]):
                 break  # nothing to compare with; the first round of ours is there
             n = r % len(self.sides)
@@ -131,9 +144,11 @@ class HttpDuel:
                     return
                 if not side.lost:
                     self._round(r, side, plan)
-            if r == 0:
-                self._compare()
-        self._check_clocks()
+            self._compare()
+            rounds = self.options.repetitions
+            if r + 1 < rounds and not self.options.time_for(time.monotonic() - began):
+                self.report.notes.append(f"{r + 1} of {rounds} rounds: there was no time for more (--limit)")
+                break
 
     def _round(self, r: int, side: Contender, plan: Plan) -> None:
         name = side.contestant.name
@@ -219,14 +234,18 @@ class HttpDuel:
         prompts: Sequence[list[int] | str] = TEXTS
         if target.dialect == "native" and not self.text_only:
             prompts = self.source.texts = self._ids[ours.name]
-        self._answers[c.name] = [target.complete(p, GREEDY_TOKENS, n_probs=3) for p in prompts]
+        self._answers[c.name] = [target.greedy(p, GREEDY_TOKENS) for p in prompts]
         if target.dialect == "native":
             self._said[c.name] = [list(zip(a.tokens, a.gaps, strict=False)) for a in self._answers[c.name]]
 
-    def _compare(self) -> None:
+    def _compare(self, *, interrupted: bool = False) -> None:
+        """Once, after the first round, with what each side has said until then."""
+        if self._compared:
+            return
+        self._compared = True
         ours = self.sides[0].contestant.name
         compare_tokens(self.report, self._ids)
-        compare(self.report, self._said)
+        compare(self.report, self._said, others=dict if interrupted else self._ask_other)
         for name, answers in self._answers.items():
             if name not in self._said and ours in self._answers:
                 compare_texts(self.report, ours, self._answers[ours], name, answers)
@@ -235,6 +254,21 @@ class HttpDuel:
             if differ:
                 text = f"{name} renders the chat template of {differ} of {len(texts)} texts otherwise than ours"
                 self.report.trouble(NOT_COMPARABLE, text)
+
+    def _ask_other(self) -> dict[str, list[Greedy]]:
+        """What the peer says to the same prompts on its other backend; empty where it has none, or fails."""
+        if self.other is None or not self.source.texts:
+            return {}
+        name = self.other.contestant.name
+        say(f"outputs of {name}, because one parts from that of ours")
+        try:
+            with self.other.up() as running:
+                answers = [running.target.greedy(p, GREEDY_TOKENS) for p in self.source.texts]
+        except (ServerError, RequestFailed) as error:
+            self.report.notes.append(f"{name}, to tell noise from faults: {error}")
+            return {}
+        self.report.notes.append(f"{name}, to tell noise from faults: {self.other.contestant.command}")
+        return {name: [list(zip(a.tokens, a.gaps, strict=False)) for a in answers]}
 
     def _check_clocks(self) -> None:
         """Server-side timings as a cross-check; prompt lengths as each side counted them."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from ftgguf.bench import host
@@ -17,40 +19,73 @@ from ftgguf.bench.report import NOT_COMPARABLE, PEER_FAILED, Report
 from ftgguf.bench.servers import Server, ServerError
 from ftgguf.bench.sweep import GEN, PROMPT, UBATCHES, BudgetError, Found, Sweep, Trial
 from ftgguf.flags import parse_server
+from ftgguf.gguf import GGUFFile
+
+MIB = 1 << 20
+OVERHEAD = 1024 * MIB
+"""About what a CUDA context, the KV cache and the buffers of a pass take: where the search begins."""
+_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:up|down|gate|gate_up)_(?:ch)?exps")
+"""The tensors that llama.cpp's `--n-cpu-moe` keeps on the CPU."""
 
 TOLERANCE = 1.02
 """A side may exceed the budget by this factor before the comparison is called unfair: drivers round up."""
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model's file: bytes of each layer's routed experts, and of everything else."""
+
+    experts: tuple[int, ...]
+    besides: int
+
+
+def sizes_of(gguf: GGUFFile) -> Sizes:
+    """Sizes of what `--n-cpu-moe` moves, and of the rest."""
+    experts = [0] * gguf.arch("block_count")
+    for tensor in gguf.tensors.values():
+        found = _EXPERTS.match(tensor.name)
+        if found is not None and int(found[1]) < len(experts):
+            experts[int(found[1])] += tensor.nbytes
+    return Sizes(tuple(experts), gguf.size - sum(experts))
+
+
 def best_placements(
-    report: Report, options: Options, flags: list[str], peer: Peer, n_layers: int
+    report: Report, options: Options, flags: list[str], peer: Peer, sizes: Sizes
 ) -> dict[str, list[str]]:
     """llama-server's best flags for `--vram-budget` (all of the GPU without it), found by trying: by what they are best
     at, one entry where one setting is. Empty without a GPU or where `--peer-args` places already. What was tried goes
-    into the report's notes."""
+    into the report's notes. Of the time of `--limit` it may take half."""
     if not host.gpu_names():
         return {}
     if any(flag in shlex.split(options.peer_args) for flag in PLACING):
         report.notes.append("the peer's placement is that of --peer-args, not swept")
         return {}
     config = parse_server(flags, {})
-    budget = (config.placement.vram_budget or 1 << 30) << 20
+    budget = config.placement.vram_budget * MIB if config.placement.vram_budget else host.gpu_memory() or 1 << 50
     prompt = min(PROMPT, config.context.size - GEN - 64)
     shared = without(peer_flags(flags), SWEPT)
 
-    def measure(n_cpu_moe: int, ubatch: int, speeds: bool) -> Trial:
+    def measure(n_cpu_moe: int, ubatch: int) -> Trial:
         trial = Trial(n_cpu_moe, ubatch)
-        say(f"sweep: {' '.join(trial.flags)}{' (speeds)' if speeds else ''}")
+        say(f"sweep: {' '.join(trial.flags)}")
         command = peer_command(peer, [*shared, *trial.flags, *shlex.split(options.peer_args)])
-        return measured(trial, command, options.timeout, prompt if speeds else 0)
+        found = measured(trial, command, options.timeout, prompt, budget)
+        say(f"sweep: {found.describe()}")
+        report.notes.append(f"sweep: {found.describe()}")  # kept when an interrupt ends the search
+        if "no answer" in found.error:  # each further trial would take as long
+            raise BudgetError(f"llama.cpp hangs with {found.describe()}", [found], failed=True)
+        return found
 
     try:
-        found = Sweep(measure, n_layers, budget).run(UBATCHES)
+        found = Sweep(
+            measure, sizes.experts, budget, sizes.besides + OVERHEAD, lambda: not options.time_for(options.limit / 2)
+        ).run(UBATCHES)
     except BudgetError as error:
-        report.notes += [f"sweep: {trial.describe()}" for trial in error.tried]
         report.trouble(PEER_FAILED if error.failed else NOT_COMPARABLE, str(error))
         return {}
-    report.notes += [f"sweep: {trial.describe()}" for trial in found.tried]
+    if found.left_out:
+        text = f"no time was left (--limit) to try -ub {', '.join(map(str, found.left_out))}"
+        report.notes.append(f"the peer's placement: {text}")
     return kept(report, found)
 
 
@@ -66,9 +101,9 @@ def kept(report: Report, found: Found) -> dict[str, list[str]]:
     return sides
 
 
-def measured(trial: Trial, command: list[str], timeout: float, prompt: int) -> Trial:
-    """The trial with its memory, and with its speeds if `prompt` > 0: that many tokens read, then GEN written, after a
-    warm-up. A server that dies, hangs or cannot be measured is a trial with an error."""
+def measured(trial: Trial, command: list[str], timeout: float, prompt: int, budget: int) -> Trial:
+    """The trial with its memory, and with its speeds if it fits `budget` bytes: `prompt` tokens read, then GEN written,
+    after a warm-up. A server that dies, hangs or cannot be measured is a trial with an error."""
     n, moe = trial.ubatch, trial.n_cpu_moe
     with tempfile.TemporaryDirectory(prefix="ftgguf-sweep-") as folder:
         server = Server(command, Path(folder) / "log.txt", timeout, peer_environment())
@@ -76,16 +111,16 @@ def measured(trial: Trial, command: list[str], timeout: float, prompt: int) -> T
             with server, server.blamed():
                 target = identify(server.url, "", timeout)
                 target.complete(list(range(16)), 4)
-                pp = tg = 0.0
-                if prompt:
-                    pp = prompt / target.complete([i % 500 for i in range(prompt)], 1).ttft
-                    tg = target.complete(list(range(16)), GEN).decode_rate
                 assert server.memory is not None
                 server.memory.look()
-                vram = server.memory.vram_peak
-                if not vram:
+                if not server.memory.vram_peak:
                     return Trial(moe, n, error="nvidia-smi shows no memory of it: its VRAM cannot be measured")
-                return Trial(moe, n, vram, pp, tg)
+                if server.memory.vram_peak > budget:
+                    return Trial(moe, n, server.memory.vram_peak)
+                pp = prompt / target.complete([i % 500 for i in range(prompt)], 1).ttft
+                tg = target.complete(list(range(16)), GEN).decode_rate
+                server.memory.look()
+                return Trial(moe, n, server.memory.vram_peak, pp, tg)
         except (ServerError, RequestFailed) as error:
             return Trial(moe, n, error=_why(str(error), server))
 

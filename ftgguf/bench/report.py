@@ -29,6 +29,9 @@ _ISA = (
     *("neon", "dotprod", "matmul_int8", "sve"),
 )
 """Instruction sets that decide the speed of a quantised product."""
+_COVERED = {"avx_vnni": ("avx_vnni", "avx512_vnni")}
+"""The products of `avx_vnni` are in `avx512_vnni` too, in the same width: llama.cpp's own build for Sapphire Rapids
+(`GGML_CPU_ALL_VARIANTS`) has the latter alone."""
 
 
 class Contestant(msgspec.Struct):
@@ -311,4 +314,5 @@ def missing_isa(ours: list[str], peer: list[str]) -> list[str]:
 
     AMX is left out, as our engine does not use it; a peer of unknown sets (empty) is not called lower.
     """
-    return [name for name in _ISA if peer and name in ours and name not in peer]
+    lower = [name for name in _ISA if name in ours and not {*_COVERED.get(name, (name,))} & {*peer}]
+    return lower if peer else []

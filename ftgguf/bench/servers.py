@@ -22,6 +22,7 @@ import psutil
 
 from ftgguf.bench.child import end_group, exit_reason, started_groups
 from ftgguf.bench.client import RequestFailed
+from ftgguf.bench.host import smi
 
 POLL_S = 0.25
 """Between two looks at a server's memory."""
@@ -136,21 +137,9 @@ class Server:
             end_group(self._process.pid)
 
 
-def _smi(what: str) -> str:
-    """nvidia-smi's answer to a query, a line for each; empty without it."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    try:
-        asked = [tool, what, "--format=csv,noheader,nounits"]
-        return subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-
-
 def device_memory_used() -> int:
     """Bytes in use on all GPUs, by anybody; 0 without one."""
-    return sum(int(mib) << 20 for mib in re.findall(r"^(\d+)$", _smi("--query-gpu=memory.used"), re.MULTILINE))
+    return sum(int(mib) << 20 for mib in re.findall(r"^(\d+)$", smi("--query-gpu=memory.used"), re.MULTILINE))
 
 
 class MemoryWatch:
@@ -163,6 +152,8 @@ class MemoryWatch:
         self._pid = pid
         self._used_before = used_before
         self.steady = self.peak = self.vram_peak = 0
+        self.by_device = False
+        """VRAM is that of the devices, since nvidia-smi names none of the processes."""
         self._gpu = shutil.which("nvidia-smi") is not None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -193,9 +184,13 @@ class MemoryWatch:
             self.vram_peak = max(self.vram_peak, self._vram({p.pid for p in family}))
 
     def _vram(self, pids: set[int]) -> int:
-        found = re.findall(r"^(\d+), *(\d+)", _smi("--query-compute-apps=pid,used_memory"), re.MULTILINE)
+        found = re.findall(r"^(\d+), *(\d+)", smi("--query-compute-apps=pid,used_memory"), re.MULTILINE)
         own = sum(int(mib) << 20 for pid, mib in found if int(pid) in pids)
-        return own or max(0, device_memory_used() - self._used_before)
+        if own:
+            return own
+        grown = max(0, device_memory_used() - self._used_before)
+        self.by_device = self.by_device or grown > 0
+        return grown
 
     def stop(self) -> None:
         """A last sample, then no more."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 UBATCHES = (512, 2048, 8192)
 PROMPT, GEN = 8192, 256
 """The job whose duration decides: tokens read (fewer where the context holds fewer) and written."""
+MARGIN = 64 << 20
+"""Bytes by which sums from the file's sizes may be wrong: buffers of a pass change with the placement too."""
 USUAL_BATCH = 2048
 """llama.cpp's default for -b; it cuts a larger -ub down to it."""
 
@@ -52,8 +54,8 @@ class Trial:
         return f"{what}: {self.vram / 2**20:.0f} MiB{speeds}"
 
 
-Measure = Callable[[int, int, bool], Trial]
-"""(n_cpu_moe, ubatch, whether speeds are wanted) -> Trial."""
+Measure = Callable[[int, int], Trial]
+"""(n_cpu_moe, ubatch) -> Trial, with speeds where it fits the budget."""
 
 
 class BudgetError(RuntimeError):
@@ -68,36 +70,56 @@ class BudgetError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Found:
     """The quickest settings within the budget: for the whole job, for reading and for writing (often one and the same),
-    and all that were tried, in order."""
+    and all that were tried, in order. `left_out`: physical batches that there was no time for."""
 
     best: Trial
     reading: Trial
     writing: Trial
     tried: list[Trial]
+    left_out: tuple[int, ...] = ()
 
 
 class Sweep:
     """One search. For each physical batch the fewest layers of experts on the CPU that fit (memory falls with them, and
-    a larger batch needs at least as many as a smaller one); then the speeds there."""
+    a larger batch needs at least as many as a smaller one), with the speeds there.
 
-    def __init__(self, measure: Measure, n_layers: int, budget: int) -> None:
+    `layer_bytes`: the experts of each layer, which is what a layer more on the CPU frees. Each trial is a start of the
+    server, so the file's sizes tell where to look: a trial or two, and what lies within MARGIN of the budget is
+    measured instead of reckoned. `besides`: about what everything else takes. `late` says that no further physical
+    batch is to be begun.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        layer_bytes: Sequence[int],
+        budget: int,
+        besides: int = 0,
+        late: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._measure = measure
-        self._layers = n_layers
+        self._layers = len(layer_bytes)
+        self._on_gpu = [sum(layer_bytes[n:]) for n in range(self._layers + 1)]
+        """Bytes of experts on the GPU with N layers on the CPU."""
         self._budget = budget
-        self._known: dict[tuple[int, int], Trial] = {}
+        self._besides = besides
+        self._late = late
         self.tried: list[Trial] = []
 
     def run(self, ubatches: Sequence[int] = UBATCHES) -> Found:
         """Raises BudgetError."""
-        low, done = 0, []
+        low = 0
+        done: list[Trial] = []
+        left_out: list[int] = []
         for ubatch in sorted(ubatches):
-            n = self._fewest(ubatch, low)
-            if n is None:
+            if done and self._late():
+                left_out.append(ubatch)
+                continue
+            trial = self._fewest(ubatch, low)
+            if trial is None:
                 break  # all experts are on the CPU already, and larger batches take more
-            trial = self._timed(n, ubatch)
-            if trial is not None:
-                done.append(trial)
-            low = n
+            done.append(trial)
+            low = trial.n_cpu_moe
         if not done:
             raise self._hopeless()
         return Found(
@@ -105,46 +127,44 @@ class Sweep:
             max(done, key=lambda t: t.pp),
             max(done, key=lambda t: t.tg),
             self.tried,
+            tuple(left_out),
         )
 
-    def _at(self, n: int, ubatch: int, *, speeds: bool = False) -> Trial:
-        key = (n, ubatch)
-        if key not in self._known or speeds:
-            self._known[key] = self._measure(n, ubatch, speeds)
-            self.tried.append(self._known[key])
-        return self._known[key]
-
-    def _fewest(self, ubatch: int, low: int) -> int | None:
-        """The smallest N from `low` on that fits, None if none does."""
-        if self._at(low, ubatch).fits(self._budget):
-            return low
-        if low == self._layers or not self._at(self._layers, ubatch).fits(self._budget):
-            return None
-        high = self._layers
-        while high - low > 1:  # low does not fit, high does
-            middle = self._between(low, high, ubatch)
-            if self._at(middle, ubatch).fits(self._budget):
-                high = middle
-            else:
-                low = middle
-        return high
-
-    def _between(self, low: int, high: int, ubatch: int) -> int:
-        """Where memory meets the budget if it falls evenly with N, strictly between; the middle where it is not known
-        (a setting that ran out of memory does not say how much it wanted)."""
-        a, b = self._known[low, ubatch], self._known[high, ubatch]
-        if a.error or a.vram <= b.vram:
-            return (low + high) // 2
-        share = (a.vram - self._budget) / (a.vram - b.vram)
-        return min(max(low + int(share * (high - low)), low + 1), high - 1)
-
-    def _timed(self, n: int, ubatch: int) -> Trial | None:
-        """Speeds at N, or one more where the work itself took more memory than loading did."""
-        for k in range(n, min(n + 3, self._layers + 1)):
-            trial = self._at(k, ubatch, speeds=True)
+    def _fewest(self, ubatch: int, first: int) -> Trial | None:
+        """The trial at the smallest N from `first` on that fits; None if none does."""
+        found: Trial | None = None
+        low, high = first - 1, self._layers + 1  # what is too much, and the least known to do
+        failed = False  # whether what was too much did not run at all
+        n = self._guess(first)
+        while low < n < high:
+            trial = self._measure(n, ubatch)
+            self.tried.append(trial)
             if trial.fits(self._budget):
-                return trial
-        return None
+                found, high = trial, n
+            else:
+                low, failed = n, bool(trial.error)
+            if failed:  # it does not say how much it wanted
+                n = (low + high) // 2 if high - low > 1 else high
+            else:
+                n = self._next(trial, low, high, found is not None)
+        return found
+
+    def _guess(self, first: int) -> int:
+        """Where to begin: as in the trial before (a smaller batch's), or by the sizes of the experts alone."""
+        if self.tried:
+            return first
+        room = self._budget - self._besides
+        return next((n for n in range(first, self._layers) if self._on_gpu[n] <= room), self._layers)
+
+    def _next(self, last: Trial, low: int, high: int, some_fits: bool) -> int:
+        """The next N to measure, `high` where nothing is left to learn."""
+        if high - low <= 1:
+            return high
+        room = self._budget - last.vram + self._on_gpu[last.n_cpu_moe]
+        n = next((n for n in range(low + 1, min(high, self._layers + 1)) if self._on_gpu[n] <= room + MARGIN), high)
+        if n < high or some_fits:
+            return n
+        return self._layers  # nothing fits by these sums: the most that can be done tells how much is needed
 
     def _hopeless(self) -> BudgetError:
         least = min((t.vram for t in self.tried if not t.error), default=None)

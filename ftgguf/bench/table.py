@@ -64,7 +64,7 @@ def _value(x: float) -> str:
 
 
 def cell(row: Row, c: Contestant) -> str:
-    """One side's figures: mean ± sd, or p50 / p90 / p99."""
+    """One side's figures: mean ± sd (one sample has none), or p50 / p90 / p99."""
     if c.name in row.failures:
         return "failed"
     samples = row.samples.get(c.name, [])
@@ -72,7 +72,8 @@ def cell(row: Row, c: Contestant) -> str:
         return "-"
     if row.quantiles:
         return " / ".join(_value(percentile(samples, q)) for q in QUANTILES)
-    return f"{_value(mean(samples))} ± {_value(deviation(samples))}"
+    spread = f" ± {_value(deviation(samples))}" if len(samples) > 1 else ""
+    return _value(mean(samples)) + spread
 
 
 def ratio_cell(ratio: Ratio | None) -> str:

@@ -46,12 +46,17 @@ class Replay:
         report.notes.append(f"{len(sessions)} sessions of {turns} turns: {', '.join(s.name for s in sessions)}")
 
     def run(self) -> None:
-        """All rounds, order rotated."""
+        """All rounds that `--limit` has time for, order rotated."""
         for r in range(self.options.repetitions):
+            began = time.monotonic()
             n = r % len(self.sides)
             for side in self.sides[n:] + self.sides[:n]:
                 if not side.lost:
                     self._round(r, side)
+            rounds = self.options.repetitions
+            if r + 1 < rounds and not self.options.time_for(time.monotonic() - began):
+                self.report.notes.append(f"{r + 1} of {rounds} rounds: there was no time for more (--limit)")
+                break
 
     def _round(self, r: int, side: Contender) -> None:
         c = side.contestant

@@ -11,6 +11,7 @@ from ftgguf.bench.alone import config_for
 from ftgguf.bench.contenders import make_contenders
 from ftgguf.bench.options import Options, UsageError
 from ftgguf.bench.peers import NoPeer, Peer, find_peer
+from ftgguf.bench.placement import best_placements, check_budget, sizes_of
 from ftgguf.bench.report import PEER_FAILED, Report
 from ftgguf.bench.trace import Replay
 from ftgguf.flags import parse_server
@@ -45,10 +46,17 @@ def run(options: Options, path: str) -> int:
     with open_model(path) as gguf:
         report = new_report("trace" + (f" against {options.against}" if options.against else ""), gguf)
         sessions, context = _fitted(report, options, gguf, sessions)
+        sizes = sizes_of(gguf)
     flags = _flags(options, path, context, report)
     n_gen = max(options.gens, default=0) or MAX_REPLY
-    replay = Replay(report, options, make_contenders(options, flags, peer), sessions, n_gen)
-    return finish(report, options, replay.run)
+
+    def replay() -> None:
+        swept = peer is not None and peer.kind == "llama-server"
+        placements = best_placements(report, options, flags, peer, sizes) if swept and peer is not None else {}
+        Replay(report, options, make_contenders(options, flags, peer, placements), sessions, n_gen).run()
+        check_budget(report, parse_server(flags, os.environ).placement.vram_budget)
+
+    return finish(report, options, replay)
 
 
 def _fitted(

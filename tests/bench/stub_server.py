@@ -37,6 +37,9 @@ class Script:
     """Break the stream off after so many tokens."""
     status: int = 200
     hang: bool = False
+    held_back: frozenset[int] = frozenset()
+    """Which tokens of an answer end in the middle of a character: llama-server's stream leaves them out, and its
+    probabilities do."""
     tokenize: Callable[[str], list[int]] = lambda text: [len(w) for w in text.split()]
     seen: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
@@ -76,6 +79,8 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
                 return self._json({"tokens": script.tokenize(body["content"])})
             if self.path == "/apply-template":
                 return self._json({"prompt": " ".join(str(m.get("content") or "") for m in body["messages"])})
+            if self.path == "/completion" and not body.get("stream", True):
+                return self._json(self._whole(body))
             try:
                 self._stream(body)
             except OSError:
@@ -111,9 +116,19 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
                 time.sleep(script.delay)
+                if i in script.held_back:
+                    continue
                 self._chunk(self._token(body, script.token(n_prompt, i), n_prompt))
             self._chunk(self._end(n_prompt, n))
             self.wfile.write(b"0\r\n\r\n")
+
+        def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
+            n_prompt, n = len(body["prompt"]), body["n_predict"]
+            sent = [script.token(n_prompt, i) for i in range(n) if i not in script.held_back]
+            entry = [{"id": -1, "logprob": -0.5 - script.gap}]
+            probabilities = [{"id": t, "logprob": -0.5, "top_logprobs": entry} for t in sent]
+            tokens = [script.token(n_prompt, i) for i in range(n)]
+            return {"content": "", "tokens": tokens, "completion_probabilities": probabilities, "stop": True}
 
         def _token(self, body: dict[str, Any], token: int, n_prompt: int) -> str:
             text = f" t{token}"

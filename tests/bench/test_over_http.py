@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,23 +32,35 @@ from .stub_server import Script, stub
 PLAN = Plan(prompts=(16,), gens=(4,), depths=(64,), context=300, streams=(1, 2))
 
 
-def run(sides: dict[str, Script], dialect: Dialect = "native", timeout: float = 5.0, rounds: int = 2) -> Report:
-    """A comparison of stubs; the first is ours. The peers speak `dialect`."""
-    options = parse(["--against", "llama.cpp", "-r", str(rounds)])
+def run(
+    sides: dict[str, Script],
+    dialect: Dialect = "native",
+    timeout: float = 5.0,
+    rounds: int = 2,
+    limit: str = "1000",
+    other: Script | None = None,
+    report: Report | None = None,
+) -> Report:
+    """A comparison of stubs; the first is ours. The peers speak `dialect`; `other` is the peer's other backend."""
+    options = parse(["--against", "llama.cpp", "-r", str(rounds), "--limit", limit])
     options.workloads = ("pp", "tg", "depth", "suffix", "streams")
-    report = Report("test", "test")
+    report = report or Report("test", "test")
     with ExitStack() as stack:
-        contenders = []
-        for i, (name, script) in enumerate(sides.items()):
-            url = stack.enter_context(stub(script))
-            target = Target(url, dialect if i else "native", "stub", timeout=timeout)
+
+        def contender(name: str, script: Script, dialect: Dialect, ours: bool) -> Contender:
+            target = Target(stack.enter_context(stub(script)), dialect, "stub", timeout=timeout)
 
             @contextmanager
-            def up(target: Target = target) -> Iterator[Running]:
+            def up() -> Iterator[Running]:
                 yield Running(target)
 
-            contenders.append(Contender(Contestant(name, ours=not i), up))
-        HttpDuel(report, options, contenders, Source(100), dialect != "native").run(PLAN)
+            return Contender(Contestant(name, ours=ours), up)
+
+        contenders = [
+            contender(name, script, dialect if i else "native", not i) for i, (name, script) in enumerate(sides.items())
+        ]
+        extra = contender("other", other, "native", False) if other is not None else None
+        HttpDuel(report, options, contenders, Source(100), dialect != "native", other=extra).run(PLAN)
     return report
 
 
@@ -75,6 +89,55 @@ def test_other_outputs_are_a_fault_unless_undecided() -> None:
     assert sure.status == OUTPUTS_DIFFER
     tie = run({"ours": Script(gap=0.01), "peer": Script(gap=0.01, token=lambda n, i: 7)}, rounds=1)
     assert tie.status == OK
+
+
+def test_tokens_that_a_stream_leaves_out_do_not_part_the_outputs() -> None:
+    """llama-server sends nothing for a token that ends inside a character (server-context.cpp, process_token): the
+    answer is asked for in one piece, and a prompt's only token counts as arrived with the end of its stream."""
+    report = run({"ours": Script(), "peer": Script(held_back=frozenset({0, 5}))}, rounds=1)
+    assert report.status == OK, report.troubles
+    assert report.outputs.divergences == []
+    assert all(len(row.samples["peer"]) >= 1 for row in report.rows)
+    other = run({"ours": Script(), "peer": Script(token=lambda n, i: 7, held_back=frozenset({3}))}, rounds=1)
+    assert other.status == OUTPUTS_DIFFER
+    assert other.outputs.divergences[0].gap == 1.0
+
+
+def test_a_limit_ends_the_rounds_and_says_so() -> None:
+    report = run({"ours": Script(), "peer": Script()}, rounds=5, limit="0.01")
+    assert report.status == OK
+    assert "1 of 5 rounds: there was no time for more (--limit)" in report.notes
+    assert {len(row.samples["ours"]) for row in report.rows if row.paired} == {1}
+
+
+def test_outputs_are_compared_where_an_interrupt_ends_the_first_round() -> None:
+    def interrupt(n: int, i: int) -> int:
+        if n == 16:  # the first workload, after the greedy outputs
+            os.kill(os.getpid(), signal.SIGINT)
+        return 7
+
+    report = Report("test", "test")
+    with pytest.raises(KeyboardInterrupt):
+        run({"ours": Script(), "peer": Script(token=interrupt)}, rounds=2, report=report)
+    assert len(report.outputs.pairs) == 1
+    assert report.status == OUTPUTS_DIFFER
+
+
+def test_what_the_peers_other_backend_says_is_asked_where_outputs_differ() -> None:
+    """And bounds the noise: it parts from the peer at a gap of 1, as ours does."""
+    other = Script(token=lambda n, i: 9)
+    report = run({"ours": Script(), "peer": Script(token=lambda n, i: 7)}, rounds=1, other=other)
+    assert report.outputs.noise == 1.0
+    assert report.status == OK
+    assert ("peer", "other") in report.outputs.pairs
+    assert [c.name for c in report.contestants] == ["ours", "peer"]
+    agrees = Script(token=lambda n, i: 7)
+    assert run({"ours": Script(), "peer": Script(token=lambda n, i: 7)}, rounds=1, other=agrees).status == (
+        OUTPUTS_DIFFER
+    )
+    unasked = Script()
+    run({"ours": Script(), "peer": Script()}, rounds=1, other=unasked)
+    assert unasked.seen == []
 
 
 def test_other_token_ids_are_stated() -> None:

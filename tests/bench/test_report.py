@@ -77,6 +77,9 @@ def test_missing_isa_leaves_amx_and_unknown_peers_alone() -> None:
     assert missing_isa(["avx2", "avx512", "amx_int8"], ["avx2"]) == ["avx512"]
     assert missing_isa(["avx2", "amx_int8"], ["avx2"]) == []
     assert missing_isa(["avx2"], []) == []
+    # llama.cpp's ggml-cpu/CMakeLists: the Sapphire Rapids variant has AVX512_VNNI and no AVX_VNNI
+    assert missing_isa(["avx2", "avx_vnni", "avx512_vnni"], ["avx2", "avx512_vnni"]) == []
+    assert missing_isa(["avx2", "avx_vnni"], ["avx2"]) == ["avx_vnni"]
 
 
 def test_gaps_are_compared_in_the_tail() -> None:

@@ -12,25 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftgguf.bench import host, placement
-from ftgguf.bench.contenders import make_contenders, without
+from ftgguf.bench.contenders import asked_isa, make_contenders, other_backend, without
 from ftgguf.bench.options import parse
 from ftgguf.bench.peers import Peer
-from ftgguf.bench.placement import best_placements, check_budget, kept
+from ftgguf.bench.placement import Sizes, best_placements, check_budget, kept, sizes_of
 from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report
 from ftgguf.bench.servers import Server
 from ftgguf.bench.stepper import parse_isa
 from ftgguf.bench.sweep import UBATCHES, BudgetError, Found, Sweep, Trial
+from ftgguf.gguf import open_gguf
 
 from .fake_llama_server import LAYERS, memory
 
 MIB = 1 << 20
+SIZES = Sizes((300 * MIB,) * LAYERS, 500 * MIB)
 
 
-def gpu(n: int, ubatch: int, speeds: bool = True) -> Trial:
+EXPERTS = [300 * MIB] * 48
+
+
+def gpu(n: int, ubatch: int) -> Trial:
     """48 layers of 300 MiB of experts, 1500 MiB besides, 0.5 MiB a row of the batch; fewer on the CPU is faster."""
     vram = (1500 + 300 * (48 - n) + ubatch // 2) * MIB
-    if not speeds:
-        return Trial(n, ubatch, vram)
     return Trial(n, ubatch, vram, pp=400.0 * ubatch**0.5 / (1 + n / 12), tg=100.0 / (1 + n / 12))
 
 
@@ -38,42 +41,72 @@ def all_settings(budget: int) -> list[Trial]:
     return [t for n in range(49) for u in UBATCHES if (t := gpu(n, u)).fits(budget)]
 
 
-@given(st.integers(1757, 20000))
-def test_it_finds_the_best_of_all_settings(mib: int) -> None:
-    """Against trying every one of the 147; with a fraction of the trials, since memory falls evenly with N."""
-    found = Sweep(gpu, 48, mib * MIB).run()
+@given(st.integers(1757, 20000), st.sampled_from([0, 1500, 2500]))
+def test_it_finds_the_best_of_all_settings(mib: int, besides: int) -> None:
+    """Against trying every one of the 147; with two or three starts a batch, whatever is known besides the experts."""
+    found = Sweep(gpu, EXPERTS, mib * MIB, besides * MIB).run()
     assert found.best.seconds == min(t.seconds for t in all_settings(mib * MIB))
     assert found.reading.pp == max(t.pp for t in all_settings(mib * MIB))
     assert found.writing.tg == max(t.tg for t in all_settings(mib * MIB))
     assert all(t.fits(mib * MIB) for t in (found.best, found.reading, found.writing))
-    assert len(found.tried) <= 3 * 6
+    assert len(found.tried) <= 3 * 3
+
+
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=60), st.integers(0, 30000), st.integers(-60, 60))
+def test_uneven_layers_and_sums_that_are_a_little_wrong(sizes: list[int], mib: int, wrong: int) -> None:
+    """The smallest N that fits, found by trying every one; each start of the server counts."""
+
+    def measure(n: int, ubatch: int) -> Trial:
+        vram = (1000 + sum(sizes[n:]) + (wrong if n % 2 else 0)) * MIB
+        return Trial(n, ubatch, vram, 100.0, 10.0)
+
+    fitting = [n for n in range(len(sizes) + 1) if measure(n, 512).fits(mib * MIB)]
+    sweep = Sweep(measure, [size * MIB for size in sizes], mib * MIB)
+    if not fitting:
+        with pytest.raises(BudgetError):
+            sweep.run([512])
+        return
+    rising = all(measure(n, 512).fits(mib * MIB) for n in range(fitting[0], len(sizes) + 1))
+    found = sweep.run([512]).best
+    assert found.fits(mib * MIB)
+    if rising:
+        assert found.n_cpu_moe == fitting[0]
+
+
+def test_no_time_for_larger_batches_is_said() -> None:
+    found = Sweep(gpu, EXPERTS, 8000 * MIB, late=lambda: True).run()
+    assert found.best.ubatch == 512
+    assert found.left_out == (2048, 8192)
 
 
 def test_a_budget_that_cannot_be_met_says_what_is_needed() -> None:
     with pytest.raises(BudgetError, match="does not fit 1000 MiB of VRAM: it takes 1756 MiB at least"):
-        Sweep(gpu, 48, 1000 * MIB).run()
+        Sweep(gpu, EXPERTS, 1000 * MIB).run()
     with pytest.raises(BudgetError, match="runs with none of the settings that would fit: no CUDA"):
-        Sweep(lambda n, u, s: Trial(n, u, error="no CUDA"), 48, 1000 * MIB).run()
+        Sweep(lambda n, u: Trial(n, u, error="no CUDA"), EXPERTS, 1000 * MIB).run()
 
 
 def test_settings_that_crash_are_passed_over() -> None:
     """Out of memory at load is an error and not a number, so that halving takes the place of reckoning."""
 
-    def crashing(n: int, ubatch: int, speeds: bool) -> Trial:
-        trial = gpu(n, ubatch, speeds)
+    def crashing(n: int, ubatch: int) -> Trial:
+        trial = gpu(n, ubatch)
         return trial if trial.vram <= 8000 * MIB else Trial(n, ubatch, error="out of memory")
 
-    found = Sweep(crashing, 48, 10**12).run()
+    found = Sweep(crashing, EXPERTS, 10**12).run()
     assert found.best.seconds == min(t.seconds for t in all_settings(8000 * MIB))
     assert any(t.error for t in found.tried)
 
 
 def test_work_that_takes_more_memory_than_loading_moves_one_layer_on() -> None:
-    def growing(n: int, ubatch: int, speeds: bool) -> Trial:
-        trial = gpu(n, ubatch, speeds)
-        return Trial(n, ubatch, trial.vram + 200 * MIB * speeds, trial.pp, trial.tg)
+    """What does not fit when it is loaded is not asked to work, so that its memory says less than it would take."""
 
-    found = Sweep(growing, 48, 8000 * MIB).run([512])
+    def growing(n: int, ubatch: int) -> Trial:
+        trial = gpu(n, ubatch)
+        worked = trial.fits(8000 * MIB)
+        return Trial(n, ubatch, trial.vram + 200 * MIB * worked, trial.pp * worked, trial.tg * worked)
+
+    found = Sweep(growing, EXPERTS, 8000 * MIB).run([512])
     assert found.best.vram <= 8000 * MIB
     assert gpu(found.best.n_cpu_moe - 1, 512).vram + 200 * MIB > 8000 * MIB
 
@@ -131,7 +164,7 @@ def swept(peer: Peer, budget: int = 0, timeout: str = "20") -> tuple[Report, dic
     report = Report("t", "t")
     flags = ["-m", "f.gguf", "-c", "4096", "-t", "1", "-ngl", "5"]
     flags += ["--vram-budget", str(budget)] if budget else []
-    return report, best_placements(report, options, flags, peer, LAYERS)
+    return report, best_placements(report, options, flags, peer, SIZES)
 
 
 def test_the_sweep_of_a_running_server(fake: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,15 +226,43 @@ def test_memory_of_processes_that_nvidia_smi_does_not_know(
         assert server.memory is not None
         server.memory.look()
         assert server.memory.vram_peak == memory(3, 512) * MIB
+        assert server.memory.by_device
 
 
 def test_no_gpu_and_placement_by_hand_are_not_swept(fake: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report("t", "t")
     options = parse(["--against", "llama.cpp", "--peer-args", "--n-cpu-moe 3"])
-    assert best_placements(report, options, ["-m", "f"], fake, LAYERS) == {}
+    assert best_placements(report, options, ["-m", "f"], fake, SIZES) == {}
     assert "not swept" in report.notes[0]
     monkeypatch.setattr(host, "gpu_names", lambda: "")
     assert swept(fake, 100) == (Report("t", "t"), {})
+
+
+def test_placement_by_hand_is_one_side(fake: Peer) -> None:
+    options = parse(["--against", "llama.cpp", "--peer-args", "-ngl 99 --n-cpu-moe 3"])
+    sides = make_contenders(options, ["-m", "f", "-ub", "99"], fake)
+    assert [s.contestant.name for s in sides] == ["ftgguf", "llama-server"]
+    assert sides[1].contestant.command.endswith("-ub 99 -ngl 99 --n-cpu-moe 3")
+
+
+def test_sizes_are_those_of_the_files_experts() -> None:
+    """The dense stories model has none; against its size as the reader has it."""
+    with open_gguf(Path(__file__).parents[1] / "data" / "stories260K.gguf") as gguf:
+        sizes = sizes_of(gguf)
+        assert sizes == Sizes((0,) * gguf.arch("block_count"), gguf.size)
+
+
+def test_the_servers_instruction_sets_are_asked_for(fake: Peer, tmp_path: Path) -> None:
+    """It goes on running when it has said them: it is ended. One that does not say them, or is none, has none."""
+    assert asked_isa(fake.where) == ["avx2", "avx512"]
+    assert asked_isa("/bin/true") == []
+    assert asked_isa(str(tmp_path / "nothing")) == []
+
+
+def test_the_other_backend_has_no_gpu(fake: Peer) -> None:
+    options = parse(["--against", "llama.cpp"])
+    side = other_backend(options, ["-m", "f", "-ngl", "5", "--vram-budget", "9"], fake).contestant
+    assert side.command.endswith("llama-server -m f --device none --no-repack")
 
 
 def test_instruction_sets_are_those_of_the_cpu() -> None:
