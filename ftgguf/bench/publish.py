@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,32 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def publish(report: Report, *, output: str = "md", page: str = "", report_file: str = "") -> None:
     """Write the files that are named, then print `report` as `output` (`md`, `json`). OSError if a file cannot be
     written; the rest is done all the same."""
+    report = neutral(report)
     try:
         save(report, page=page, report_file=report_file)
     finally:
         print(to_json(report).decode() if output == "json" else table.render(report), end="", flush=True)
 
 
+def neutral(report: Report) -> Report:
+    """`report` without the names of this user's folders: others read it. The home is `~`, our interpreter `python`."""
+    home = str(Path.home())
+    inside = re.compile(rf"(?<![\w.~/-]){re.escape(home)}(?=/|\b)") if len(home) > 1 else None
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, str):
+            value = value.replace(f"{sys.executable} ", "python ")
+            return inside.sub("~", value) if inside is not None else value
+        if isinstance(value, list):
+            return [shown(v) for v in value]
+        return {k: shown(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    return msgspec.convert(shown(msgspec.to_builtins(report)), Report)
+
+
 def save(report: Report, *, page: str = "", report_file: str = "") -> None:
     """Write the files that are named. OSError as for `publish`."""
+    report = neutral(report)
     failed: OSError | None = None
     for name, content in ((report_file, to_json), (page, lambda r: html.page(r).encode())):
         try:

@@ -4,14 +4,16 @@ docs (exit statuses in `ftgguf bench --help`)."""
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
 from ftgguf.bench import html, outputs, table
 from ftgguf.bench.client import Answer
-from ftgguf.bench.publish import to_json
+from ftgguf.bench.publish import neutral, save, to_json
 from ftgguf.bench.report import (
     INTERRUPTED,
     NOT_COMPARABLE,
@@ -178,6 +180,21 @@ def test_tokenizers_that_differ_are_stated() -> None:
     outputs.compare_tokens(report, {"ftgguf": [[1], [2]], "A": [[1], [3]], "B": [[1], [2]]})
     assert report.status == NOT_COMPARABLE
     assert report.troubles[0].text == "A tokenises 1 of 2 texts otherwise than ftgguf"
+
+
+def test_reports_name_no_folder_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In files as on the terminal; what only looks like the home stays."""
+    monkeypatch.setenv("HOME", str(tmp_path / "jane"))
+    report = make_report()
+    report.model["file"] = str(tmp_path / "jane" / "m.gguf")
+    report.contestants[0].command = f"{sys.executable} -m ftgguf serve -m {tmp_path}/janes/m.gguf"
+    save(report, page=str(tmp_path / "r.html"), report_file=str(tmp_path / "r.json"))
+    kept = from_json((tmp_path / "r.json").read_bytes())
+    assert kept.model["file"] == "~/m.gguf"
+    assert kept.contestants[0].command == f"python -m ftgguf serve -m {tmp_path}/janes/m.gguf"
+    assert "/jane/" not in (tmp_path / "r.html").read_text()
+    assert report.model["file"].startswith("/")
+    assert neutral(kept) == kept
 
 
 def test_json_round_trip() -> None:
