@@ -24,9 +24,12 @@ namespace nb = nanobind;
 using Clock = std::chrono::steady_clock;
 
 // Places in the array of words, int64: each in a cache line (and prefetch pair) of its own.
-constexpr int kRequest = 0, kDone = 16, kAbort = 32, kWords = 48;
+constexpr int kRequest = 0, kDone = 16, kAbort = 32, kHidden = 48, kWords = 64;
 constexpr int64_t kAbortAll = std::numeric_limits<int64_t>::max();
-// Header of a job, int32: layer, rows, CPU experts, entries.
+// Fields of a layer in the GPU's trace.
+constexpr int kTrace = 16;
+// Header of a job, int32: layer, rows, CPU experts, entries, whether the first expert is shared (its hidden rows are wanted,
+// and announced by kHidden).
 constexpr int kHeader = 8;
 
 // Addresses of the mailbox's parts as the CPU sees them. `entries` = rows * k at most.
@@ -39,7 +42,8 @@ struct Mailbox {
     const float * weights;
     const float * x;
     float * y;
-    int rows, k, entries;
+    float * hidden;
+    int rows, k, entries, width;
 };
 
 // What the server did for one layer, sums since start.
@@ -57,6 +61,7 @@ class Doorbell {
         seen_ = load(kRequest);
         store(kDone, seen_);
         store(kAbort, -1);
+        store(kHidden, seen_);
         server_ = std::thread([this] { serve(); });
         watchdog_ = std::thread([this] { watch(); });
     }
@@ -82,16 +87,17 @@ class Doorbell {
         return rows;
     }
 
-    // What was served since the last call, with the GPU's trace (int64 [layers, 8], kernels.fill.TRACE_FIELDS), added up
-    // by kind of layer: float64 [kinds, 14], see experts/meter.py. Between two steps, so without Python over layers.
-    void step_sums(const int64_t * trace, const double * expert_bytes, const int32_t * kind, double * out) {
+    // What was served since the last call, with the GPU's trace (int64 [layers, 16], kernels.fill.TRACE_FIELDS), added up
+    // by kind of layer: float64 [kinds, 14], see experts/meter.py. `part_bytes`: what is copied of a shared one. Between two steps, so without Python over layers.
+    void step_sums(const int64_t * trace, const double * expert_bytes, const double * part_bytes, const int32_t * kind,
+                   double * out) {
         std::lock_guard<std::mutex> lock(mutex_);
         for (size_t l = 0; l < served_.size(); l++) {
             const Served now = served_[l], before = before_[l];
             before_[l] = now;
-            const int64_t * t = trace + 8 * l;
+            const int64_t * t = trace + kTrace * l;
             double * row = out + 14 * kind[l];
-            const double filled = t[2] * expert_bytes[l], computed = static_cast<double>(now.bytes - before.bytes);
+            const double filled = t[2] * expert_bytes[l] + t[8] * part_bytes[l], computed = static_cast<double>(now.bytes - before.bytes);
             const double cpu_seconds = (now.nanoseconds - before.nanoseconds) * 1e-9;
             row[0] += filled;
             row[1] += t[5] * 1e-9;
@@ -146,7 +152,7 @@ class Doorbell {
             }
             seen_ = request;
             try {
-                answer();
+                answer(request);
                 store(kDone, request);
             } catch (const std::exception & e) {
                 fail(std::string("the CPU cannot compute the experts it was given: ") + e.what());
@@ -156,7 +162,7 @@ class Doorbell {
         }
     }
 
-    void answer() {
+    void answer(int64_t request) {
         const int number = box_.header[0];
         ExpertJob job;
         job.layer = &worker_.layer(number);
@@ -172,6 +178,13 @@ class Doorbell {
         job.x = box_.x;
         job.weights = box_.weights;
         job.y = box_.y;
+        if (box_.header[4]) {
+            if (job.layer->up.n > box_.width || (job.n_experts > 0 && job.start[1] > box_.rows)) {
+                throw std::invalid_argument("hidden rows larger than the mailbox");
+            }
+            job.hidden = box_.hidden;
+            job.on_hidden = [this, request] { store(kHidden, request); };
+        }
         double stall = stall_.load();
         if (stall > 0) std::this_thread::sleep_for(std::chrono::duration<double>(stall));
         auto begin = Clock::now();
@@ -182,7 +195,7 @@ class Doorbell {
         s.jobs++;
         s.experts += job.n_experts;
         s.entries += job.n_experts ? job.start[job.n_experts] : 0;
-        s.bytes += job.n_experts * static_cast<int64_t>(job.layer->expert_bytes());
+        s.bytes += static_cast<int64_t>(job.bytes());
         s.nanoseconds += took;
     }
 
@@ -303,32 +316,34 @@ void bind_experts(nb::module_ & m) {
     nb::class_<Doorbell>(m, "Doorbell", "Serves a mailbox in memory that a GPU (or a test) writes.")
         .def("__init__",
              [](Doorbell * self, ExpertWorker & worker, int64_t words, int64_t header, int64_t expert, int64_t start,
-                int64_t rows_of, int64_t weights, int64_t x, int64_t y, int rows, int k, int layers, double timeout) {
+                int64_t rows_of, int64_t weights, int64_t x, int64_t y, int64_t hidden, int rows, int k, int width, int layers,
+                double timeout) {
                  auto i32 = [](int64_t a) { return reinterpret_cast<const int32_t *>(a); };
                  auto f32 = [](int64_t a) { return reinterpret_cast<float *>(a); };
                  new (self) Doorbell(worker,
                                      Mailbox{reinterpret_cast<int64_t *>(words), i32(header), i32(expert), i32(start),
-                                             i32(rows_of), f32(weights), f32(x), f32(y), rows, k, rows * k},
+                                             i32(rows_of), f32(weights), f32(x), f32(y), f32(hidden), rows, k, rows * k,
+                                             width},
                                      layers, timeout);
              },
              nb::arg("worker"), nb::arg("words"), nb::arg("header"), nb::arg("expert"), nb::arg("start"),
-             nb::arg("rows_of"), nb::arg("weights"), nb::arg("x"), nb::arg("y"), nb::arg("rows"), nb::arg("k"),
-             nb::arg("layers"), nb::arg("timeout"), nb::keep_alive<1, 2>())
+             nb::arg("rows_of"), nb::arg("weights"), nb::arg("x"), nb::arg("y"), nb::arg("hidden"), nb::arg("rows"),
+             nb::arg("k"), nb::arg("width"), nb::arg("layers"), nb::arg("timeout"), nb::keep_alive<1, 2>())
         .def("close", &Doorbell::close, nb::call_guard<nb::gil_scoped_release>())
         .def("error", &Doorbell::error)
         .def("statistics", &Doorbell::statistics, "For each layer: jobs, experts, entries, bytes, nanoseconds.")
         .def("step_sums",
-             [](Doorbell & d, Trace trace, F64s expert_bytes, I32s kind, Sums out) {
+             [](Doorbell & d, Trace trace, F64s expert_bytes, F64s part_bytes, I32s kind, Sums out) {
                  const size_t n = d.layers();
                  const int32_t * of = kind.data();
-                 if (trace.shape(0) != n || trace.shape(1) != 8 || expert_bytes.size() != n || kind.size() != n ||
+                 if (trace.shape(0) != n || trace.shape(1) != kTrace || expert_bytes.size() != n || part_bytes.size() != n || kind.size() != n ||
                      out.shape(1) != 14 || std::any_of(of, of + n, [&](int32_t k) {
                          return k < 0 || static_cast<size_t>(k) >= out.shape(0); })) {
-                     throw std::invalid_argument("trace [layers, 8], expert_bytes and kind [layers], out [kinds, 14]");
+                     throw std::invalid_argument("trace [layers, 16], expert_bytes, part_bytes and kind [layers], out [kinds, 14]");
                  }
-                 d.step_sums(trace.data(), expert_bytes.data(), of, out.data());
+                 d.step_sums(trace.data(), expert_bytes.data(), part_bytes.data(), of, out.data());
              },
-             nb::arg("trace"), nb::arg("expert_bytes"), nb::arg("kind"), nb::arg("out"))
+             nb::arg("trace"), nb::arg("expert_bytes"), nb::arg("part_bytes"), nb::arg("kind"), nb::arg("out"))
         .def("stall", &Doorbell::stall, nb::arg("seconds"), "Delay each answer: for tests of the watchdog.")
         .def("set_timeout", &Doorbell::set_timeout, nb::arg("seconds"));
     m.attr("DOORBELL_WORDS") = kWords;
@@ -336,6 +351,7 @@ void bind_experts(nb::module_ & m) {
     m.attr("DOORBELL_REQUEST") = kRequest;
     m.attr("DOORBELL_DONE") = kDone;
     m.attr("DOORBELL_ABORT") = kAbort;
+    m.attr("DOORBELL_HIDDEN") = kHidden;
 }
 
 }  // namespace ftgguf

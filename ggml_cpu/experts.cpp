@@ -22,6 +22,10 @@ size_t ExpertLayer::expert_bytes() const {
     return has_gate ? total + gate.n * gate.row_bytes : total;
 }
 
+size_t ExpertJob::bytes() const {
+    return n_experts * layer->expert_bytes() - (hidden ? layer->down.n * layer->down.row_bytes : 0);
+}
+
 static void complete(ExpertMatrix & m, const char * name) {
     if (m.type < 0 || m.type >= GGML_TYPE_COUNT || ggml_blck_size(m.type) == 0) {
         throw std::invalid_argument(std::string(name) + ": no such tensor type");
@@ -135,6 +139,9 @@ void ExpertWorker::check(const ExpertJob & job) const {
         }
     }
     int entries = job.n_experts > 0 ? job.start[job.n_experts] : 0;
+    if (job.hidden && (job.n_experts == 0 || entries > kEntries)) {
+        throw std::invalid_argument("a shared expert in a list of none, or of more than a decode step's rows");
+    }
     for (int j = 0; j < entries; j++) {
         if (job.rows_of[j] < 0 || job.rows_of[j] >= job.rows * job.k) {
             throw std::invalid_argument("entry " + std::to_string(job.rows_of[j]) + " of the CPU's list is out of range");
@@ -175,6 +182,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
     const ExpertMatrix & first = l.has_gate ? l.gate : l.up;
     const bool two_roundings = l.has_gate && l.gate.rounding != l.up.rounding;
     const int n_experts = static_cast<int>(expert.size()), entries = start.back();
+    const int first_down = job.hidden ? 1 : 0, first_entry = job.hidden ? start[1] : 0;
     const int64_t d_in = l.up.k, f = l.up.n, d_out = l.down.n;
     input_a_.resize(job.rows * first.input_bytes);
     if (two_roundings) input_b_.resize(job.rows * l.up.input_bytes);
@@ -203,6 +211,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
         left_ = std::make_unique<Count[]>(left_size_);
     }
     for (int i = 0; i < n_experts * pieces_f; i++) left_[i].tasks.store(chunks_f, std::memory_order_relaxed);
+    std::atomic<int> shared_left{pieces_f};
 
     auto round_input = [&](int task) {
         const int64_t row = used_rows_[task / pieces_in], from = task % pieces_in * kPiece, to = std::min(d_in, from + kPiece);
@@ -220,10 +229,14 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
                 const int64_t row = rows_of[j] / job.k;
                 float g = l.has_gate ? product(l.gate, e, n, input_a_.data() + row * l.gate.input_bytes) : 0.0f;
                 float u = product(l.up, e, n, input_up + row * l.up.input_bytes);
-                hidden_[j * f + n] = activate(l.act, l.has_gate, g, u);
+                (i < first_down ? job.hidden : hidden_.data())[j * f + n] = activate(l.act, l.has_gate, g, u);
             }
         }
         if (left_[piece].tasks.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+        if (i < first_down) {
+            if (shared_left.fetch_sub(1, std::memory_order_acq_rel) == 1) job.on_hidden();
+            return;
+        }
         for (int j = start[i]; j < start[i + 1]; j++) {
             round_values(l.down, hidden_.data() + j * f, hidden_rounded_.data() + j * l.down.input_bytes, begin, end);
         }
@@ -231,7 +244,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
     // A task has all experts' part of some columns, so that it can add them up as well.
     auto down = [&](int task) {
         const int64_t from = task * chunk_d, to = std::min(d_out, from + chunk_d);
-        for (int i = 0; i < n_experts; i++) {
+        for (int i = first_down; i < n_experts; i++) {
             for (int64_t n = from; n < to; n++) {
                 fetch_ahead(l.down, expert[i], n);
                 for (int j = start[i]; j < start[i + 1]; j++) {
@@ -240,6 +253,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
             }
         }
         for (int j : order_) {
+            if (j < first_entry) continue;
             const float w = job.weights[rows_of[j]];
             float * y = job.y + (rows_of[j] / job.k) * d_out;
             for (int64_t n = from; n < to; n++) y[n] += w * out_[j * d_out + n];
@@ -247,7 +261,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
     };
     team_.run({{static_cast<int>(used_rows_.size()) * pieces_in, round_input},
                {n_experts * pieces_f * chunks_f, gate_up},
-               {parts_of(d_out, chunk_d), down}});
+               {first_down < n_experts ? parts_of(d_out, chunk_d) : 0, down}});
 }
 
 }  // namespace ftgguf

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,7 +41,8 @@ struct ExpertLayer {
 };
 
 // Experts of one layer for some routed entries. Entry = row * k + rank; expert[i] computes the entries
-// rows_of[start[i] .. start[i + 1]).
+// rows_of[start[i] .. start[i + 1]). Where `hidden` is set, expert 0 is shared: its activated gate and up rows are written
+// there, in the order of its entries, and reported by `on_hidden`; its down is somebody else's work.
 struct ExpertJob {
     const ExpertLayer * layer = nullptr;
     int rows = 0, k = 0, n_experts = 0;
@@ -50,6 +52,10 @@ struct ExpertJob {
     const float * x = nullptr;        // [rows, n_embd]
     const float * weights = nullptr;  // [rows, k]
     float * y = nullptr;              // [rows, n_embd], overwritten
+    float * hidden = nullptr;         // [start[1], n_ff]
+    std::function<void()> on_hidden;
+    // Weights that it reads.
+    size_t bytes() const;
 };
 
 class ExpertWorker {

@@ -24,12 +24,14 @@ CHUNK = 16384
 REQUEST: tl.constexpr = tl.constexpr(0)
 DONE: tl.constexpr = tl.constexpr(16)
 ABORT: tl.constexpr = tl.constexpr(32)
+HIDDEN: tl.constexpr = tl.constexpr(48)
 LOOK_FOR_ABORT: tl.constexpr = tl.constexpr(64)
 """Every so many looks at `done` the wait looks at `abort` too."""
 
-TRACE_FIELDS = 8
-"""int64 a layer: hits, misses, fills, CPU experts, nanoseconds from the fill's begin to the wait's (0: no fills),
-of the fill, of the wait, time of its end."""
+TRACE_FIELDS = 16
+"""int64 a layer: hits, misses, fills, CPU experts, nanoseconds from the fill's begin to the wait's (0: no fills) without
+the wait for a shared expert's hidden rows, of the fill, of the wait, time of its end, whether an expert was shared, the
+nanoseconds waited for its hidden rows."""
 
 
 @triton.jit
@@ -76,25 +78,35 @@ def _release(address, number):
         tl.inline_asm_elementwise(_RELEASE_ASM, "=l,l,l", [address, number], dtype=tl.int64, is_pure=False, pack=1)
 
 
-@triton.jit
-def _fill(header, fill_src, fill_dst, slot_bytes, stamps, PROGRAMS: tl.constexpr, SIZE: tl.constexpr):
-    """Copy `slot_bytes` (a multiple of 256) from fill_src[i, 0] to fill_dst[i] for each fill."""
+@triton.jit(do_not_specialize=["slot_bytes", "part_at", "part_bytes"])
+def _fill(
+    header, fill_src, fill_dst, part_src, part_dst, slot_bytes, part_at, part_bytes, stamps,
+    PROGRAMS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Copy `slot_bytes` (a multiple of 256) from fill_src[i, 0] to fill_dst[i] for each fill, then of a shared expert
+    the `part_bytes` (a multiple of 16) that begin at `part_at`."""
     after_previous()
     pid = tl.program_id(0)
     fills = tl.load(header + 3)
-    if fills > 0:
+    shared = tl.load(header + 8)
+    if fills + shared > 0:
         begin = _now(fills)
         if pid == 0:
             tl.store(stamps, begin)
+            tl.store(stamps + 2, begin * 0)
         blocks = (slot_bytes + SIZE - 1) // SIZE
+        whole = fills * blocks
         at = tl.arange(0, SIZE // 8)
-        for unit in range(pid, fills * blocks, PROGRAMS):
-            i = unit // blocks
-            start = (unit - i * blocks).to(tl.int64) * SIZE
-            ok = at < (slot_bytes - start) // 8
-            source = aligned(tl.load(fill_src + i * 3) + start, tl.int64)
-            target = aligned(tl.load(fill_dst + i) + start, tl.int64)
-            tl.store(target + at, tl.load(source + at, mask=ok), mask=ok)
+        for unit in range(pid, whole + shared * ((part_bytes + SIZE - 1) // SIZE), PROGRAMS):
+            is_part = unit >= whole
+            i = tl.where(is_part, 0, unit // blocks)
+            start = tl.where(is_part, unit - whole, unit - i * blocks).to(tl.int64) * SIZE
+            ok = at < (tl.where(is_part, part_bytes, slot_bytes) - start) // 8
+            start += tl.where(is_part, part_at, 0)
+            source = tl.where(is_part, tl.load(part_src), tl.load(fill_src + i * 3)) + start
+            target = tl.where(is_part, tl.load(part_dst), tl.load(fill_dst + i)) + start
+            value = tl.load(aligned(source, tl.int64) + at, mask=ok)
+            tl.store(aligned(target, tl.int64) + at, value, mask=ok)
         tl.debug_barrier()
         tl.atomic_max(stamps + 1, _now(fills))
 
@@ -109,6 +121,7 @@ def _publish(
     n_cpu = tl.load(header + 4)
     if n_cpu > 0:
         entries = tl.load(header + 5)
+        shared = tl.load(header + 8)
         at = tl.arange(0, SIZE)
         for start in range(0, n_x, SIZE):
             i = start + at
@@ -128,13 +141,43 @@ def _publish(
             s = tl.load(cpu_start + i, mask=i <= n_cpu, other=0)
             tl.store(mail_start.to(tl.pointer_type(tl.int32)) + i, s, mask=i <= n_cpu)
         head = tl.arange(0, 8)
-        both = tl.where(head == 2, n_cpu, tl.where(head == 3, entries, 0))
+        both = tl.where(head == 2, n_cpu, tl.where(head == 3, entries, tl.where(head == 4, shared, 0)))
         value = tl.where(head == 0, layer, tl.where(head == 1, rows, both))
         tl.store(mail_header.to(tl.pointer_type(tl.int32)) + head, value)
         number = tl.load(ticket) + 1
         tl.debug_barrier()
         tl.store(ticket, number)
         _release(words + REQUEST * 8, number)
+
+
+@triton.jit
+def _take(
+    words, mail_hidden, ticket, header, cpu_start, cpu_rows, hidden, stamps, F, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Wait for the CPU's hidden rows of a shared expert and put them where its pairs' rows are expected; NaN where the
+    wait was released. Nothing where no expert is shared."""
+    after_previous()
+    shared = tl.load(header + 8)
+    if shared > 0:
+        number = tl.load(ticket)
+        begin = _now(shared)
+        done = _acquire(words + HIDDEN * 8)
+        stop = done * 0 - 1
+        looks = 0
+        while (done < number) & (stop < number):
+            done = _acquire(words + HIDDEN * 8)
+            looks += 1
+            if looks % LOOK_FOR_ABORT == 0:
+                stop = _acquire(words + ABORT * 8)
+        pid = tl.program_id(0)
+        at = pid * SIZE + tl.arange(0, SIZE)
+        for j in range(0, tl.load(cpu_start + 1)):
+            source = aligned(mail_hidden, tl.float32) + j * F + at
+            value = tl.load(source, mask=at < F, other=0.0, cache_modifier=".cv")
+            value = tl.where(done < number, float("nan"), value)
+            tl.store(hidden + tl.load(cpu_rows + j).to(tl.int64) * F + at, value, mask=at < F)
+        if pid == 0:
+            tl.store(stamps + 2, _now(shared) - begin)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -161,17 +204,20 @@ def _collect(words, mail_y, trace, ticket, header, share, stamps, layer, n, SIZE
     tl.store(share + at, value, mask=at < n)
     if pid == 0:
         end = _now(n_cpu)
-        i = tl.arange(0, 8)
+        i = tl.arange(0, 16)
         fills = tl.load(header + 3)
+        shared = tl.load(header + 8)
         hits = tl.load(header + 1).to(tl.int64)
         misses = tl.load(header + 2).to(tl.int64)
         began = tl.load(stamps)
-        fill_ns = tl.where(fills > 0, tl.load(stamps + 1) - began, 0)
-        busy_ns = tl.where(fills > 0, begin - began, 0)
+        hidden_ns = tl.where(shared > 0, tl.load(stamps + 2), 0)
+        fill_ns = tl.where(fills + shared > 0, tl.load(stamps + 1) - began, 0)
+        busy_ns = tl.where(fills + shared > 0, begin - began - hidden_ns, 0)
         counts = tl.where(i == 0, hits, tl.where(i == 1, misses, tl.where(i == 2, fills, n_cpu).to(tl.int64)))
         times = tl.where(i == 4, busy_ns, tl.where(i == 5, fill_ns, tl.where(i == 6, end - begin, end)))
-        line = (trace + layer.to(tl.int64) * 64).to(tl.pointer_type(tl.int64))
-        tl.store(line + i, tl.where(i < 4, counts, times))
+        more = tl.where(i == 8, shared.to(tl.int64), tl.where(i == 9, hidden_ns, 0))
+        line = (trace + layer.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
+        tl.store(line + i, tl.where(i < 4, counts, tl.where(i < 8, times, more)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +232,7 @@ class MailAddresses:
     weights: int
     x: int
     y: int
+    hidden: int
     trace: int
 
 
@@ -196,13 +243,38 @@ def programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def fill(out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int) -> None:
-    """Queue the copies that `out` lists; `stamps` int64 [2] on the device takes their begin and end."""
-    if slot_bytes % 256:
-        raise ValueError(f"slots are multiples of 256 bytes, not {slot_bytes}")
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A shared expert's down: the bytes [at, at + size) of a slot, both multiples of 16; `slot` int64 [1] is the address
+    of the slot that takes them."""
+
+    slot: torch.Tensor
+    at: int
+    size: int
+
+
+def fill(
+    out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int, part: Part | None = None
+) -> None:
+    """Queue the copies that `out` lists; `stamps` int64 [3] on the device takes their begin and end. `part` is needed
+    where the decision may share an expert."""
+    if slot_bytes % 256 or (part and (part.at % 16 or part.size % 16)):
+        raise ValueError(f"slots are multiples of 256 bytes and parts of 16, not {slot_bytes}, {part}")
     _fill[(n_programs,)](
-        out.header, out.fill_src, out.fill_dst, slot_bytes, stamps, PROGRAMS=n_programs, SIZE=CHUNK, num_warps=8,
-        launch_pdl=overlap(),
+        out.header, out.fill_src, out.fill_dst, out.part_src, out.part_src if part is None else part.slot, slot_bytes,
+        0 if part is None else part.at, 0 if part is None else part.size, stamps, PROGRAMS=n_programs, SIZE=CHUNK,
+        num_warps=8, launch_pdl=overlap(),
+    )  # fmt: skip
+
+
+def take(mail: MailAddresses, ticket: torch.Tensor, out: StepBuffers, hidden: torch.Tensor, stamps: torch.Tensor) -> None:
+    """Queue the wait for a shared expert's hidden rows; `hidden` float32 [pairs, F] has them afterwards."""
+    if hidden.dtype != torch.float32 or not hidden.is_contiguous():
+        raise ValueError("the experts' hidden rows must be contiguous float32")
+    width = hidden.shape[1]
+    _take[(triton.cdiv(width, 1024),)](
+        mail.words, mail.hidden, ticket, out.header, out.cpu_start, out.cpu_rows, hidden, stamps, width, SIZE=1024,
+        num_warps=4, launch_pdl=overlap(),
     )  # fmt: skip
 
 

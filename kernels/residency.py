@@ -14,8 +14,9 @@ that module documents the state. What is particular to the GPU:
   new split neither compiles nor captures again.
 
 Output (`StepBuffers`), for the kernels and the CPU worker that follow; layouts as in `residency.Step`:
-  header int32 [8]: experts, hits, misses, fills, CPU experts, CPU entries, entries, clock.
-  place int32 [entries]; fill_expert, fill_slot int32 [max]; fill_src int64 [max, 3]; fill_dst int64 [max];
+  header int32 [16]: experts, hits, misses, fills, CPU experts, CPU entries, entries, clock, whether the first of the CPU's
+  experts is shared; zeros.
+  place, place_down int32 [entries]; part_src int64 [1]; fill_expert, fill_slot int32 [max]; fill_src int64 [max, 3]; fill_dst int64 [max];
   cpu_expert int32 [max]; cpu_start int32 [max + 1]; cpu_rows int32 [entries].
 Only the first `header[3]` fills and the first `header[4]` CPU experts are written. A gather kernel copies part p of
 fill i, for i < header[3], from `fill_src[i, p]` to `fill_dst[i]` + the layer's offset of part p.
@@ -41,6 +42,8 @@ TABLE_SHIFT: tl.constexpr = tl.constexpr(6)
 TABLE_LAST: tl.constexpr = tl.constexpr(1023)
 NO_VICTIM: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)
 FREE_SCORE: tl.constexpr = tl.constexpr(-0x7FFFFFFF)
+STATS: tl.constexpr = tl.constexpr(16)
+"""`experts.residency.STAT_COLUMNS`."""
 
 
 @triton.jit
@@ -102,6 +105,20 @@ def _balanced_fills(m, phi, least, late):
     q = tl.where(cost_low <= cost_high, low, high)
     q = tl.where(m * (65536 - phi) < tl.minimum(cost_low, cost_high), m, q)
     return tl.minimum(m, tl.maximum(q, least))
+
+
+@triton.jit
+def _split_misses(m, phi, least, late, link, cpu):
+    """`experts.split.split_misses`: (fills, 1 where an expert is shared)."""
+    q = _balanced_fills(m, phi, least, late)
+    low = tl.minimum(tl.maximum((m * phi + late - link - cpu) >> 16, least), m - 1)
+    high = tl.minimum(low + 1, m - 1)
+    cost_low = tl.maximum(low * (65536 - phi) + link, (m - low) * phi + late - cpu)
+    cost_high = tl.maximum(high * (65536 - phi) + link, (m - high) * phi + late - cpu)
+    f = tl.where(cost_low <= cost_high, low, high)
+    better = tl.minimum(cost_low, cost_high) < _makespan(q, m, phi, late)
+    shared = (link > 0) & (m > least) & better
+    return tl.where(shared, f, q), shared.to(tl.int32)
 
 
 @triton.jit
@@ -180,13 +197,15 @@ def _fill(
 
 
 @triton.jit
-def _emit_places(ids, n, lane, slot, place_out, CHUNK: tl.constexpr):
-    """Write each entry's slot, or -1."""
+def _emit_places(ids, n, lane, slot, shared_lane, shared_slot, place_out, place_down, CHUNK: tl.constexpr):
+    """Write each entry's slot, or -1; for the down product `shared_slot` in place of the shared expert's -1."""
+    slot_down = tl.where(lane == shared_lane, shared_slot, slot)
     for start in range(0, n, CHUNK):
         at = start + tl.arange(0, CHUNK)
         e = tl.load(ids + at, at < n, -1)
         match = (e[:, None] == lane[None, :]).to(tl.int32)
         tl.store(place_out + at, tl.sum(match * (slot + 1)[None, :], 1) - 1, at < n)
+        tl.store(place_down + at, tl.sum(match * (slot_down + 1)[None, :], 1) - 1, at < n)
 
 
 @triton.jit
@@ -208,25 +227,25 @@ def _emit_cpu(ids, n, lane, entries, on_cpu, cpu_expert, cpu_start, cpu_rows, CH
 
 
 @triton.jit
-def _emit_counts(header, stats, experts, hits, misses, fills, cpu, cpu_entries, entries, clock):
+def _emit_counts(header, stats, experts, hits, misses, fills, cpu, cpu_entries, entries, clock, shared):
     """The header (see above), and `Stat`'s columns added up."""
-    i = tl.arange(0, 8)
+    i = tl.arange(0, 16)
     both = tl.where(i == 2, misses, tl.where(i == 3, fills, tl.where(i == 4, cpu, cpu_entries)))
     head = tl.where(i == 0, experts, tl.where(i == 1, hits, tl.where(i == 6, entries, tl.where(i == 7, clock, both))))
-    tl.store(header + i, head)
+    tl.store(header + i, tl.where(i < 8, head, tl.where(i == 8, shared, 0)))
     stat = tl.where(i == 4, misses, tl.where(i == 5, fills, tl.where(i == 6, cpu, cpu_entries)))
     more = tl.where(i == 0, 1, tl.where(i == 1, entries, tl.where(i == 2, experts, tl.where(i == 3, hits, stat))))
-    total = tl.load(stats + i) + more.to(tl.int64)
+    total = tl.load(stats + i) + tl.where(i < 8, more, tl.where(i == 8, shared, 0)).to(tl.int64)
     tl.debug_barrier()
     tl.store(stats + i, total)
 
 
-@triton.jit(do_not_specialize=["n", "layer", "layers", "advance", "key_plane"])
+@triton.jit(do_not_specialize=["n", "layer", "layers", "advance", "may_share", "shared_slot", "key_plane"])
 def residency_kernel(
-    ids, n, layer, layers, advance,
+    ids, n, layer, layers, advance, may_share, shared_slot,
     slot_of, owner_of, key, key_plane, clock_at, class_begin, class_count, hand_at, layer_class, split,
-    late, slot_addr, host_base, host_stride, stats, policy, table, counts,
-    header, place_out, fill_expert, fill_slot, fill_src, fill_dst, cpu_expert, cpu_start, cpu_rows,
+    late, part, slot_addr, host_base, host_stride, stats, policy, table, counts,
+    header, place_out, fill_expert, fill_slot, fill_src, fill_dst, cpu_expert, cpu_start, cpu_rows, place_down, part_src,
     E_PAD: tl.constexpr, E_BITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     COUNT_IN_MEMORY: tl.constexpr, LRU: tl.constexpr,
 ):  # fmt: skip
@@ -260,8 +279,12 @@ def residency_kernel(
     tl.store(key + row + lane, fast, is_used)
     tl.store(key + key_plane + row + lane, slow, is_used)
 
-    q = _balanced_fills(m, tl.load(split + 2 * layer), tl.load(split + 2 * layer + 1), tl.load(late + layer))
+    q, shared = _split_misses(
+        m, tl.load(split + 2 * layer), tl.load(split + 2 * layer + 1), tl.load(late + layer),
+        tl.load(part + 2 * layer) * may_share, tl.load(part + 2 * layer + 1),
+    )  # fmt: skip
     q = tl.where(count > 0, q, 0)
+    shared = tl.where(count > 0, shared, 0)
     if q > 0:
         slot, q = _fill(
             q, slot, miss, fast, slow, used, begin, count, hand, cls, clock, layer, layers, lane,
@@ -270,18 +293,24 @@ def residency_kernel(
         )  # fmt: skip
     n_cpu = m - q
     n_rows = 0
+    shared = tl.where(n_cpu > 0, shared, 0)
     if n_cpu > 0:
         on_cpu = (is_used & (slot < 0)).to(tl.int32)
         n_rows = _emit_cpu(ids, n, lane, entries, on_cpu, cpu_expert, cpu_start, cpu_rows, CHUNK)
     tl.store(cpu_start + n_cpu, n_rows)
-    _emit_places(ids, n, lane, slot, place_out, CHUNK)
+    first = tl.min(tl.where(is_used & (slot < 0), lane, E_PAD - 1), 0)
+    source = tl.load(host_base + layer * 3) + first.to(tl.int64) * tl.load(host_stride + layer * 3)
+    tl.store(part_src, tl.where(shared != 0, source, 0))
+    _emit_places(ids, n, lane, slot, tl.where(shared != 0, first, -1), shared_slot, place_out, place_down, CHUNK)
     n_valid = tl.sum(entries, 0)
-    _emit_counts(header, stats + layer * 8, n_used, n_used - m, m, q, n_cpu, n_rows, n_valid, clock)
+    _emit_counts(
+        header, stats + layer * STATS, n_used, n_used - m, m, q, n_cpu, n_rows, n_valid, clock, shared
+    )
 
 
 STATE = (
     "slot_of", "owner_of", "key", "clock", "class_begin", "class_count", "hand", "layer_class", "split",
-    "late", "slot_addr", "host_base", "host_stride", "stats",
+    "late", "part", "slot_addr", "host_base", "host_stride", "stats",
 )  # fmt: skip
 """The arrays of `experts.residency.Residency` that live on the device, in the order of the kernel's arguments."""
 
@@ -337,6 +366,8 @@ class StepBuffers:
     cpu_expert: torch.Tensor
     cpu_start: torch.Tensor
     cpu_rows: torch.Tensor
+    place_down: torch.Tensor
+    part_src: torch.Tensor
 
     @classmethod
     def allocate(cls, entries: int, experts: int, device: torch.device | str) -> StepBuffers:
@@ -347,7 +378,7 @@ class StepBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            header=new(8),
+            header=new(16),
             place=new(entries),
             fill_expert=new(most),
             fill_slot=new(most),
@@ -356,6 +387,8 @@ class StepBuffers:
             cpu_expert=new(most),
             cpu_start=new(most + 1),
             cpu_rows=new(entries),
+            place_down=new(entries),
+            part_src=new(1, dtype=torch.int64),
         )
 
     def result(self, shape: tuple[int, int]) -> Step:
@@ -376,15 +409,19 @@ class StepBuffers:
             cpu_expert=host(self.cpu_expert, cpu),
             cpu_start=host(self.cpu_start, cpu + 1),
             cpu_rows=host(self.cpu_rows, rows),
+            shared=head[8] != 0,
+            place_down=host(self.place_down, shape[0] * shape[1]).reshape(shape),
+            part_src=int(self.part_src[0]),
         )
 
 
 def residency_step(
-    state: DeviceResidency, layer: int, ids: torch.Tensor, out: StepBuffers, advance: int, num_warps: int = 4
-) -> None:
+    state: DeviceResidency, layer: int, ids: torch.Tensor, out: StepBuffers, advance: int, may_share: bool = True,
+    num_warps: int = 4,
+) -> None:  # fmt: skip
     """Launch the decision of MoE layer `layer` on `ids` (int32, contiguous, any shape) on the current stream.
 
-    `advance` is 1 in the step's first MoE layer and 0 in the others, as in the mirror.
+    `advance` is 1 in the step's first MoE layer and 0 in the others, `may_share` as in the mirror.
     """
     a = state.arrays
     layers, e_pad = a["slot_of"].shape
@@ -392,7 +429,7 @@ def residency_step(
     if ids.dtype != torch.int32 or not ids.is_contiguous() or n > out.place.numel():
         raise ValueError(f"ids must be contiguous int32 with at most {out.place.numel()} entries, got {ids.dtype} {n}")
     residency_kernel[(1,)](
-        ids, n, layer, layers, advance,
+        ids, n, layer, layers, advance, int(may_share), a["owner_of"].numel(),
         a["slot_of"], a["owner_of"], a["key"], layers * e_pad, *(a[name] for name in STATE[3:]),
         state.policy, state.table, state.counts,
         *(getattr(out, f.name) for f in fields(out)),

@@ -5,7 +5,9 @@ device addresses are in a table. For each layer of each pass it calls
 
     ids, weights = store.routed(layer, ids, weights)   # what the router chose, written down or replaced by a benchmark
     placement = store.place(layer, x, ids, weights)    # before the products
-    ... gate/up and down products over placement.slots and placement.slot_addr, negative slots skipped ...
+    ... gate and up over placement.slots and placement.slot_addr, negative slots skipped ...
+    store.complete(layer, placement, hidden)           # hidden rows that were computed elsewhere, if any
+    ... down over placement.down_slots ...
     share = store.collect(layer, placement)            # weighted sum of the experts computed elsewhere, or None
 
 All of it runs on the current stream and may be captured: no host synchronisation, no allocation outside torch's
@@ -57,11 +59,17 @@ class ExpertSpec:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a pass finds its experts. `slots` int32 [rows, k] index `slot_addr`, int64 device addresses; negative:
-    not on the device. `ticket` is the store's own."""
+    not on the device. `down_slots` likewise for the down product; an expert may be there for that alone, its hidden rows
+    coming from elsewhere. `ticket` is the store's own."""
 
     slots: torch.Tensor
     slot_addr: torch.Tensor
     ticket: Any = None
+    down: torch.Tensor | None = None
+
+    @property
+    def down_slots(self) -> torch.Tensor:
+        return self.slots if self.down is None else self.down
 
 
 def expert_spec(layer: int, p: Experts) -> ExpertSpec:
@@ -155,6 +163,10 @@ class ExpertStore(ABC):
     def place(self, layer: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
         """Queue what makes `ids` (int32 [rows, k], all valid) available. x float32 [rows, n_embd] are the experts'
         inputs, weights float32 [rows, k]."""
+
+    def complete(self, layer: int, placement: Placement, hidden: torch.Tensor) -> None:
+        """Put in the rows of `hidden` (float32 [rows * k, n_ff]) whose pairs have a down slot only."""
+        return
 
     def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
         """float32 [rows, n_embd]: the weighted sum of the experts with negative slots, ready on this stream."""

@@ -91,14 +91,18 @@ def load_gpu(
         store = None if cached is None else make_store(cached, config, numbers, memory)
         cells = None if cached is None else cached.start_cells
         gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress, store, cells)
-        if store is not None:
-            notes.append(start_line(store))
-            if cached is not None and cached.elastic:
-                gpu.elastic = Elastic(gpu, store)
+        if cached is not None:
+            gpu.expert_room = cached.least
+        if store is not None and cached is not None and cached.elastic:
+            gpu.elastic = Elastic(gpu, store)
         if config.placement.record_routing:
             record(config.placement.record_routing, gpu, chosen)
         progress("compiling kernels", 0.0)
         notes.append(helpers.wait())
+        if store is not None:
+            progress("measuring the link and the CPU", 0.0)
+            store.calibrate()
+            notes.append(start_line(store))
     except BaseException:
         helpers.stop()
         raise

@@ -55,6 +55,8 @@ FIT_MEMORY = 1 / 256
 """What one step replaces of the sums behind the line."""
 LATE_STEP = 1 / 32
 """`late` on the device changes when it has moved this far, in experts."""
+HIDDEN_WAIT = 4e-6
+"""Seconds until the GPU has a shared expert's hidden rows: a flag over the link, their reading, a kernel."""
 HYSTERESIS = 0.01
 """phi on the device changes when the estimate has moved this far: each change is a small copy."""
 
@@ -166,6 +168,13 @@ class _Estimate:
         found = {path: moments.line() for path, moments in self.jobs.items()}
         self.lines = {path: line for path, line in found.items() if line is not None}
 
+    def seconds_per_byte(self) -> float:
+        """Of both paths one after the other, at the rates they have together: the unit of phi and `late`."""
+        if len(self.lines) == 2:
+            return sum(slope for _, slope in self.lines.values())
+        fill, cpu = self.contended["fill"], self.contended["cpu"]
+        return 1 / fill + 1 / cpu if fill > 0 and cpu > 0 else float("inf")
+
     def derive(self) -> None:
         """Forget the contended rates; take what the paths do alone, the CPU getting what the link leaves."""
         self.sums.pop(("contended", "fill"), None)
@@ -265,6 +274,20 @@ class SplitController:
             return 0
         steps = round(self.estimates[kind].late / expert_bytes / LATE_STEP)
         return max(-LATE_MOST, min(LATE_MOST, round(steps * LATE_STEP * PHI_ONE)))
+
+    def part(self, kind: str, expert_bytes: int, part_bytes: int) -> tuple[int, int]:
+        """(`link_q16`, `cpu_q16`) of `split.split_misses` for layers of type `kind` whose down has `part_bytes`; (0, 0)
+        where no expert is to be shared."""
+        if self.running is not Arm.SPLIT:
+            return 0, 0
+        e = self.estimates[kind]
+        whole = expert_bytes * e.seconds_per_byte()
+        if not 0 < whole < float("inf"):
+            return 0, 0
+        share = part_bytes / expert_bytes
+        # in the steps of `late`, so that the estimate's noise is not copied to the device
+        steps = max(1, round((share * (1 - e.phi) + HIDDEN_WAIT / whole) / LATE_STEP))
+        return round(steps * LATE_STEP * PHI_ONE), round(share * to_q16(e.phi))
 
     def write(self, split: NDArray[np.int32], kinds: Sequence[str]) -> bool:
         """Set `Residency.split` (int32 [layers, 2]) for the next step, `kinds[l]` being layer l's type; returns

@@ -25,6 +25,7 @@ class Mailbox:
         rows: int,
         k: int,
         width: int,
+        hidden: int,
         layers: int,
         timeout: float = WATCHDOG_SECONDS,
     ) -> None:
@@ -32,7 +33,7 @@ class Mailbox:
         sizes = {
             "words": 8 * native.DOORBELL_WORDS, "header": 4 * native.DOORBELL_HEADER, "expert": 4 * entries,
             "start": 4 * (entries + 1), "rows_of": 4 * entries, "weights": 4 * entries, "x": 4 * rows * width,
-            "y": 4 * rows * width, "trace": 8 * TRACE_FIELDS * layers,
+            "y": 4 * rows * width, "hidden": 4 * rows * hidden, "trace": 8 * TRACE_FIELDS * layers,
         }  # fmt: skip
         at: dict[str, int] = {}
         end = 0
@@ -45,12 +46,12 @@ class Mailbox:
         self.addresses = MailAddresses(**{name: base + offset for name, offset in at.items()})
         start = base - self.memory.data_ptr() + at["trace"]
         self.trace = self.memory[start : start + sizes["trace"]].view(torch.int64).view(layers, TRACE_FIELDS).numpy()
-        """int64 [layers, 8], see kernels.fill.TRACE_FIELDS; true once the pass is done."""
+        """int64 [layers, TRACE_FIELDS], see kernels.fill.TRACE_FIELDS; true once the pass is done."""
         self.ticket = torch.zeros(1, dtype=torch.int64, device=device)
         a = self.addresses
         self.doorbell = native.Doorbell(
-            worker, a.words, a.header, a.expert, a.start, a.rows_of, a.weights, a.x, a.y,
-            rows=rows, k=k, layers=layers, timeout=timeout,
+            worker, a.words, a.header, a.expert, a.start, a.rows_of, a.weights, a.x, a.y, a.hidden,
+            rows=rows, k=k, width=hidden, layers=layers, timeout=timeout,
         )  # fmt: skip
 
     def error(self) -> str:

@@ -19,23 +19,25 @@ and back, with both kernels, was 6.4 us on an H200)."""
 
 
 class StepMeter:
-    """`trace` int64 [layers, 8] (kernels.fill.TRACE_FIELDS), true after a pass; `doorbell` has the CPU's sums;
-    `kinds[l]` and `expert_bytes[l]` of the layers in the order they run."""
+    """`trace` int64 [layers, 16] (kernels.fill.TRACE_FIELDS), true after a pass; `doorbell` has the CPU's sums;
+    `kinds[l]`, `expert_bytes[l]` and `part_bytes[l]` (a shared expert's down) of the layers in the order they run."""
 
     def __init__(
-        self, trace: NDArray[np.int64], doorbell: Any, kinds: Sequence[str], expert_bytes: Sequence[int]
-    ) -> None:
+        self, trace: NDArray[np.int64], doorbell: Any, kinds: Sequence[str], expert_bytes: Sequence[int],
+        part_bytes: Sequence[int],
+    ) -> None:  # fmt: skip
         self.trace, self.doorbell = trace, doorbell
         self.kinds = list(dict.fromkeys(kinds))
         self._kind = np.array([self.kinds.index(k) for k in kinds], np.int32)
         self._bytes = np.asarray(expert_bytes, np.float64)
+        self._parts = np.asarray(part_bytes, np.float64)
         self._sums = np.zeros((len(self.kinds), 14))
         """Bytes and seconds of the fills, of the CPU; the fills' moments, the CPU's (control.Moments)."""
 
     def sample(self, seconds: float, rows: int) -> StepSample | None:
         """The last step's sums; None where the device had no clock (the interpreter)."""
         self._sums[:] = 0
-        self.doorbell.step_sums(self.trace, self._bytes, self._kind, self._sums)
+        self.doorbell.step_sums(self.trace, self._bytes, self._parts, self._kind, self._sums)
         if not self.trace[-1, 7]:
             return None
         paths = {}
@@ -43,5 +45,5 @@ class StepMeter:
             jobs, b, bb, t, bt = s[9:]
             cpu = Moments(jobs, b, bb, t + SIGNAL * jobs, bt + SIGNAL * b)
             paths[kind] = PathSample(s[0], s[1], s[2], s[3], Moments(*s[4:9]), cpu)
-        exposed = int(self.trace[:, 5].sum() + self.trace[:, 6].sum()) * 1e-9
+        exposed = int(self.trace[:, [5, 6, 9]].sum()) * 1e-9
         return StepSample(seconds, exposed, rows, paths)

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ftgguf.experts import key as keys
-from ftgguf.experts.split import PHI_ONE, balanced_fills
+from ftgguf.experts.split import PHI_ONE, split_misses
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -49,6 +49,11 @@ class Stat(IntEnum):
     FILLS = 5
     CPU = 6
     CPU_ENTRIES = 7
+    SHARED = 8
+
+
+STAT_COLUMNS = 16
+"""Of `Residency.stats`: `Stat`'s, up to a power of two."""
 
 
 @dataclass(slots=True)
@@ -60,9 +65,10 @@ class Residency:
     class_begin, class_count, hand int32 [classes]; layer_class int32 [layers].
     split int32 [layers, 2]: Q16 share of the misses to fill, and the least number of fills when something is missed
     (`experts/split.py`); (65536, 1) fills all, (0, 0) leaves all to the CPU. late int32 [layers]: the rule's `late`.
-    slot_addr int64 [capacity]: device address of each slot. host_base, host_stride int64 [layers, 3]: where the
+    part int32 [layers, 2]: the rule's `link` and `cpu` of a shared expert; (0, 0): none is shared.
+    slot_addr int64 [capacity + 1]: device address of each slot, then of the place for a shared expert's down. host_base, host_stride int64 [layers, 3]: where the
     bytes of each part of expert 0 lie in host memory, and the distance to the next expert's.
-    stats int64 [layers, 8]: see `Stat`.
+    stats int64 [layers, STAT_COLUMNS]: see `Stat`.
     """
 
     experts: int
@@ -78,6 +84,7 @@ class Residency:
     layer_class: I32
     split: I32
     late: I32
+    part: I32
     slot_addr: I64
     host_base: I64
     host_stride: I64
@@ -100,7 +107,9 @@ class Step:
     fill_expert, fill_slot int32 [q]: lanes and the slots they go to. fill_src int64 [q, 3]: host address of each
     part; fill_dst int64 [q]: device address of the slot. cpu_expert int32 [c], ascending: lanes the CPU runs;
     cpu_start int32 [c + 1] and cpu_rows int32: the entries (row * k + choice, ascending) of CPU expert i are
-    `cpu_rows[cpu_start[i] : cpu_start[i + 1]]`, so that its bytes are read once.
+    `cpu_rows[cpu_start[i] : cpu_start[i + 1]]`, so that its bytes are read once. shared: whether the CPU only computes
+    the hidden rows of the first of them, whose down the GPU has at `place_down`, int32 [rows, k]: `place`, and slot
+    number `capacity` for the shared expert's entries; `part_src`, its host address (0: none).
     """
 
     place: I32
@@ -112,6 +121,9 @@ class Step:
     cpu_expert: I32
     cpu_start: I32
     cpu_rows: I32 = field(repr=False)
+    shared: bool
+    place_down: I32
+    part_src: int
 
 
 def pad_experts(experts: int) -> int:
@@ -160,10 +172,11 @@ def create(
         layer_class=np.asarray(layer_class, np.int32),
         split=split,
         late=np.zeros(layers, np.int32),
-        slot_addr=np.zeros(total, np.int64),
+        part=np.zeros((layers, 2), np.int32),
+        slot_addr=np.zeros(total + 1, np.int64),
         host_base=np.zeros((layers, PARTS), np.int64),
         host_stride=np.zeros((layers, PARTS), np.int64),
-        stats=np.zeros((layers, len(Stat)), np.int64),
+        stats=np.zeros((layers, STAT_COLUMNS), np.int64),
     )
 
 
@@ -186,16 +199,22 @@ def _candidates(s: Residency, layer: int, used: NDArray[np.bool_]) -> tuple[I64,
     return slots[keep], value[keep]
 
 
-def _fill(s: Residency, layer: int, missing: I64, used: NDArray[np.bool_]) -> tuple[I32, I32]:
-    """Choose which of the missing lanes are filled and where; updates the maps. Returns (lanes, slots), int32 [q].
+def _fill(
+    s: Residency, layer: int, missing: I64, used: NDArray[np.bool_], may_share: bool
+) -> tuple[I32, I32, bool]:
+    """Choose which of the missing lanes are filled and where; updates the maps. Returns (lanes, slots), int32 [q], and
+    whether one of the others is shared.
 
     The missing expert with the highest score gets the slot with the lowest, and so on; ties go to the lower lane
     and to the slot nearer to the hand.
     """
     share, least = (int(x) for x in s.split[layer])
-    q = balanced_fills(len(missing), share, least, int(s.late[layer]))
-    if q == 0 or s.class_count[s.layer_class[layer]] == 0:
-        return _NOTHING, _NOTHING
+    link, cpu = (int(x) for x in s.part[layer])
+    q, shared = split_misses(len(missing), share, least, int(s.late[layer]), link if may_share else 0, cpu)
+    if s.class_count[s.layer_class[layer]] == 0:
+        return _NOTHING, _NOTHING, False
+    if q == 0:
+        return _NOTHING, _NOTHING, shared
     slots, value = _candidates(s, layer, used)
     q = min(q, len(slots))
     fast, slow = s.key[:, layer, missing]
@@ -206,11 +225,12 @@ def _fill(s: Residency, layer: int, missing: I64, used: NDArray[np.bool_]) -> tu
     s.slot_of.reshape(-1)[old[old >= 0]] = FREE
     s.owner_of[victims] = layer * s.e_pad + lanes
     s.slot_of[layer, lanes] = victims
-    return lanes, victims
+    return lanes, victims, shared
 
 
-def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -> Step:
-    """Run one layer step on `ids`, integers [rows, k], negative for padding; changes `s`.
+def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0, may_share: bool = True) -> Step:
+    """Run one layer step on `ids`, integers [rows, k], negative for padding; changes `s`. `may_share` False rules out a
+    shared expert whatever `s.part` says.
 
     `advance` is added to the clock first: 1 in the first MoE layer of a step, 0 in the others. Raises ValueError for
     an id that is no expert, or a clock that should have been rebased.
@@ -231,9 +251,10 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
     fast, slow = s.key[:, layer, lanes]
     s.key[0, layer, lanes], s.key[1, layer, lanes] = keys.touch(s.policy, fast, slow, now, layer, s.layers)
     if len(missing):
-        fill_lanes, fill_slots = _fill(s, layer, missing, used)
+        fill_lanes, fill_slots, shared = _fill(s, layer, missing, used, may_share)
     else:
         fill_lanes = fill_slots = _NOTHING
+        shared = False
     place = s.slot_of[layer, entries]  # an id of -1 reads the last lane, and is masked below
     if not valid.all():
         place = np.where(valid, place, FREE).astype(np.int32)
@@ -247,7 +268,13 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
         cpu_expert, cpu_start, cpu_rows = _NOTHING, np.zeros(1, np.int32), _NOTHING
     hits = len(lanes) - len(missing)
     counts = (1, valid.sum(), len(lanes), hits, len(missing), len(fill_lanes), len(cpu_expert), len(cpu_rows))
-    s.stats[layer] += np.asarray(counts, np.int64)
+    s.stats[layer, : len(counts)] += np.asarray(counts, np.int64)
+    shared = shared and len(cpu_expert) > 0
+    s.stats[layer, Stat.SHARED] += shared
+    place_down, part_src = place, 0
+    if shared:
+        place_down = np.where(entries == cpu_expert[0], len(s.owner_of), place).astype(np.int32)
+        part_src = int(s.host_base[layer, 0] + int(cpu_expert[0]) * s.host_stride[layer, 0])
     return Step(
         place=place.reshape(ids.shape),
         hits=hits,
@@ -258,6 +285,9 @@ def step(s: Residency, layer: int, ids: NDArray[np.integer], advance: int = 0) -
         cpu_expert=cpu_expert,
         cpu_start=cpu_start,
         cpu_rows=cpu_rows,
+        shared=shared,
+        place_down=place_down.reshape(ids.shape),
+        part_src=part_src,
     )
 
 

@@ -253,5 +253,5 @@ def renumber(s: Residency, old: ArenaPlan, new: ArenaPlan, base: int, moves: Seq
     s.class_count[:] = counts
     s.class_begin[:] = np.concatenate(([0], np.cumsum(counts)[:-1]))
     s.hand[:] = 0
-    s.slot_addr[:] = 0
+    s.slot_addr[:-1] = 0
     s.slot_addr[: len(new_at)] = base + new_at

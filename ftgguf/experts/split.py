@@ -33,6 +33,30 @@ def balanced_fills(m: int, phi_q16: int, least: int = 1, late_q16: int = 0) -> i
     return min(m, max(q, least))
 
 
+def split_misses(
+    m: int, phi_q16: int, least: int = 1, late_q16: int = 0, link_q16: int = 0, cpu_q16: int = 0
+) -> tuple[int, bool]:
+    """(fills, whether one of the others is shared) for `m` misses.
+
+    A shared expert has its gate and up computed by the CPU while its down comes over the link, where the GPU multiplies
+    it: halves between whole numbers of experts, which few misses leave far apart. `link_q16` is what that adds to the
+    link's time (with the wait for the hidden row), `cpu_q16` what it takes from the CPU's, in the unit of `late_q16`;
+    zero `link_q16` rules it out. It is chosen where its slower branch is done earlier than `balanced_fills`'s; `least`
+    experts are filled whole all the same. The kernel does the same in int32.
+    """
+    q = balanced_fills(m, phi_q16, least, late_q16)
+    if link_q16 <= 0 or m <= least:
+        return q, False
+    cost = _makespan(q, m, phi_q16, late_q16)
+    low = min(max((m * phi_q16 + late_q16 - link_q16 - cpu_q16) >> 16, least), m - 1)
+    high = min(low + 1, m - 1)
+    costs = [
+        max(f * (PHI_ONE - phi_q16) + link_q16, (m - f) * phi_q16 + late_q16 - cpu_q16) for f in (low, high)
+    ]
+    f, shared = (low, costs[0]) if costs[0] <= costs[1] else (high, costs[1])
+    return (f, True) if shared < cost else (q, False)
+
+
 def _makespan(f: int, m: int, phi_q16: int, late_q16: int) -> int:
     cpu = (m - f) * phi_q16 + late_q16 if f < m else 0
     return max(f * (PHI_ONE - phi_q16), cpu)

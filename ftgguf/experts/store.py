@@ -39,6 +39,7 @@ from ftgguf.experts.ring import Ring
 from ftgguf.gguf.types import TensorType
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
+from ftgguf.kernels.gemv import MAX_ROWS
 from ftgguf.kernels.matrix import ExpertMatrix
 from ftgguf.kernels.residency import DeviceResidency, StepBuffers, residency_step
 from ftgguf.models.config import ModelError
@@ -91,7 +92,7 @@ class CachedStore(ExpertStore):
         timeout: float = WATCHDOG_SECONDS,
     ) -> None:
         """`budget`: device bytes for slots and ring. `arm` with `rails` False is kept for ever (`--moe-mode`). `probe`:
-        measure both paths at the end of `load` where `costs` does not cover the types. `disk`: where host memory cannot
+        `calibrate` measures both paths where `costs` does not cover the types. `disk`: where host memory cannot
         hold the experts, leave them in the mapped file (`--expert-disk`)."""
         super().__init__()
         self.memory, self.budget, self.top_k, self.decode_rows = memory, budget, top_k, decode_rows
@@ -113,7 +114,8 @@ class CachedStore(ExpertStore):
         self._disk = disk
         self.promoted = 0
         self._forced: tuple[int, int] | None = None
-        self._written: dict[tuple[str, int], tuple[tuple[int, int], int]] = {}
+        self._forced_part = (0, 0)
+        self._written: dict[tuple[str, int, int], tuple[tuple[int, int], int, tuple[int, int]]] = {}
         """What `_write_split` made the device's split from."""
 
     # ------------------------------------------------------------------------------------------------- start
@@ -143,19 +145,28 @@ class CachedStore(ExpertStore):
             self.bank.pinned = dict.fromkeys(self.bank.pinned, True)  # the interpreter reads all memory
         self._make_worker()
         self._make_cache(device)
-        if self._probe and not (self.costs.measured and set(self.kinds) <= set(self.costs.rates)):
-            from ftgguf.experts import measure
-
-            started = time.perf_counter()
-            found = measure.probe(self)
-            self.costs = measure.costs_of(found, f"probed in {time.perf_counter() - started:.1f} s")
         self.controller = SplitController(
             {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
         )
         sizes = [spec.slot_bytes for spec in self.order]
-        self._sorts = list(dict.fromkeys(zip(self.kinds, sizes, strict=True)))
-        self.meter = StepMeter(self.mail.trace, self.mail.doorbell, self.kinds, sizes)
+        self._sorts = list(dict.fromkeys((k, n, p.size) for k, n, p in zip(self.kinds, sizes, self.parts, strict=True)))
+        self.meter = StepMeter(self.mail.trace, self.mail.doorbell, self.kinds, sizes, [p.size for p in self.parts])
         self.prefill = PrefillPass(self)
+        self._write_split()
+
+    def calibrate(self) -> None:
+        """Measure both paths where that was asked for and no profile covers the types. After `load`, once the machine is
+        quiet: compilers running beside it would make its CPU look slow."""
+        if not self._probe or (self.costs.measured and set(self.kinds) <= set(self.costs.rates)):
+            return
+        from ftgguf.experts import measure
+
+        started = time.perf_counter()
+        found = measure.probe(self)
+        self.costs = measure.costs_of(found, f"probed in {time.perf_counter() - started:.1f} s")
+        self.controller = SplitController(
+            {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
+        )
         self._write_split()
 
     def _check(self) -> None:
@@ -203,6 +214,7 @@ class CachedStore(ExpertStore):
         for i, spec in enumerate(self.order):
             self.state.host_base[i, 0] = self.bank.layers[spec.layer].address
             self.state.host_stride[i, 0] = spec.slot_bytes
+        self.part_slot = self.memory.tensor("a shared expert's down", (slots.aligned(max(sizes)),), torch.uint8)
         self.set_addresses()
         self.bounce = Bounce(max(sizes), device)
         if self._warm:
@@ -212,13 +224,18 @@ class CachedStore(ExpertStore):
         self.device_state = DeviceResidency.of(self.state, device)
         self.addresses = self.device_state.arrays["slot_addr"]
         self.buffers = StepBuffers.allocate(self.decode_rows * self.top_k, experts, device)
-        self.stamps = torch.zeros(2, dtype=torch.int64, device=device)
+        self.stamps = torch.zeros(3, dtype=torch.int64, device=device)
+        address = torch.tensor([self.part_slot.data_ptr()], dtype=torch.int64, device=device)
+        self.parts = []
+        for spec in self.order:
+            down, at = spec.parts[-1]
+            self.parts.append(kernels.Part(address, at, down.nbytes))
         self.width = self.order[0].weights.down.n
         self.share = torch.zeros(self.decode_rows, self.width, dtype=torch.float32, device=device)
         self.programs = kernels.programs(device)
         self.mail = Mailbox(
-            self.worker, device, rows=self.decode_rows, k=self.top_k, width=self.width, layers=len(sizes),
-            timeout=self.timeout,
+            self.worker, device, rows=self.decode_rows, k=self.top_k, width=self.width,
+            hidden=max(spec.weights.up.n for spec in self.order), layers=len(sizes), timeout=self.timeout,
         )  # fmt: skip
 
     def set_addresses(self) -> None:
@@ -226,6 +243,7 @@ class CachedStore(ExpertStore):
         addresses = self.arena.addresses()
         self.state.slot_addr[:] = 0
         self.state.slot_addr[: len(addresses)] = addresses
+        self.state.slot_addr[-1] = self.part_slot.data_ptr()
 
     def fill_free_slots(self, flats: Iterable[int]) -> None:
         """The experts `flats` (layer * e_pad + lane) into free slots as long as there are any. At a safe point, from
@@ -262,10 +280,17 @@ class CachedStore(ExpertStore):
         if ids.shape[0] > self.decode_rows:
             self.prefill_passes += index == 0
             return self.prefill.place(index, x, ids, weights)
-        residency_step(self.device_state, index, ids, self.buffers, 1 if index == 0 else 0)
-        kernels.publish(self.mail.addresses, self.mail.ticket, self.buffers, index, x.x, weights)
-        kernels.fill(self.buffers, self.specs[layer].slot_bytes, self.stamps, self.programs)
-        return Placement(self.buffers.place[: ids.numel()].view(ids.shape), self.addresses)
+        b, n = self.buffers, ids.numel()
+        may_share = ids.shape[0] <= MAX_ROWS  # more rows have their hidden rows in another type
+        residency_step(self.device_state, index, ids, b, 1 if index == 0 else 0, may_share)
+        kernels.publish(self.mail.addresses, self.mail.ticket, b, index, x.x, weights)
+        kernels.fill(b, self.specs[layer].slot_bytes, self.stamps, self.programs, self.parts[index])
+        down = b.place_down[:n].view(ids.shape) if may_share else None
+        return Placement(b.place[:n].view(ids.shape), self.addresses, down=down)
+
+    def complete(self, layer: int, placement: Placement, hidden: torch.Tensor) -> None:
+        if placement.slots.shape[0] <= self.decode_rows:
+            kernels.take(self.mail.addresses, self.mail.ticket, self.buffers, hidden, self.stamps)
 
     def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
         rows = placement.slots.shape[0]
@@ -314,19 +339,25 @@ class CachedStore(ExpertStore):
         """The split of the next step to the device, where it is another than the last one's."""
         c = self.controller
         forced = self._forced
-        chosen = {sort: (c.split(sort[0]), c.late(*sort)) if forced is None else (forced, 0) for sort in self._sorts}
+        chosen = {
+            (kind, size, part): (c.split(kind), c.late(kind, size), c.part(kind, size, part))
+            if forced is None
+            else (forced, 0, self._forced_part)
+            for kind, size, part in self._sorts
+        }
         if chosen == self._written:
             return
         self._written = chosen
-        split, late = self.state.split, self.state.late
+        s = self.state
         for i, spec in enumerate(self.order):
-            split[i], late[i] = chosen[self.kinds[i], spec.slot_bytes] if self.reachable(i) else ((0, 0), 0)
-        for name in ("split", "late"):
+            found = chosen[self.kinds[i], spec.slot_bytes, self.parts[i].size]
+            s.split[i], s.late[i], s.part[i] = found if self.reachable(i) else ((0, 0), 0, (0, 0))
+        for name in ("split", "late", "part"):
             self.device_state.arrays[name].copy_(torch.from_numpy(getattr(self.state, name)))
 
-    def force_split(self, share: int, least: int) -> None:
-        """Keep one split (Q16 share, least fills) for all layers from now on: tests, `--moe-mode`."""
-        self._forced = (share, least)
+    def force_split(self, share: int, least: int, part: tuple[int, int] = (0, 0)) -> None:
+        """Keep one split (Q16 share, least fills, Residency's `part`) for all layers from now on: tests, `--moe-mode`."""
+        self._forced, self._forced_part = (share, least), part
         self._write_split()
 
     def rebase(self) -> None:

@@ -240,11 +240,15 @@ class CudaOps(FineCudaOps):
         spec = self.store.specs[layer]
         placement = self.store.place(layer, x, ids, weights)
         batch = ExpertBatch(placement.slots, ids, placement.slot_addr)
-        parts = batch.down(batch.gate_up(x, spec.weights), spec.weights)
+        hidden = batch.gate_up(x, spec.weights)
+        if placement.down is not None:
+            self.store.complete(layer, placement, hidden)
+            batch = ExpertBatch(placement.down, ids, placement.slot_addr)
+        parts = batch.down(hidden, spec.weights)
         share = self.store.collect(layer, placement)
         if share is not None:
             add = share if add is None else add + share
-        return parts, placement.slots, weights, add
+        return parts, placement.down_slots, weights, add
 
     def _route(self, x: Activations, p: Router) -> tuple[Tensor, Tensor]:
         logits = linear(x, self.matrix(p.gate), bias=p.gate.bias)

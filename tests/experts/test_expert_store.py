@@ -124,6 +124,17 @@ def test_decode_is_the_same_for_every_placement(
     check(store.state)
 
 
+def test_a_shared_expert_changes_nothing(cached: Any, resident: Resident) -> None:
+    """Gate and up on the CPU, down on the GPU, against resident experts."""
+    executor = cached(ALL // 4, warm=False)
+    store = executor.store
+    store.force_split(32768, 0, (1, 16384))
+    assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+    total = store.statistics().sum(0)
+    assert total[Stat.SHARED] > 0
+    assert store.mail.trace[:, 8].max() <= 1
+
+
 def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
     """And the judge of the device's tests tells it from rounding, which it lets pass."""
     tokens = [17, 230]

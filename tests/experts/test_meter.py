@@ -11,31 +11,32 @@ from test_worker_doorbell import Gpu, job
 
 from ftgguf.experts.control import FIT_JOBS, Bandwidths, Moments, PathSample, SplitController, StepSample
 from ftgguf.experts.meter import SIGNAL, StepMeter
-from ftgguf.experts.split import LATE_MOST, PHI_ONE, balanced_fills
+from ftgguf.experts.split import LATE_MOST, PHI_ONE, balanced_fills, split_misses
 
 
 def test_sums_by_kind() -> None:
     """Two layers of two kinds: bytes from the trace and the CPU's own count, a second call sees only what is new."""
     gpu = Gpu()
-    trace = np.zeros((2, 8), np.int64)
-    meter = StepMeter(trace, gpu.bell, ["A", "B"], [100, 300])
+    trace = np.zeros((2, 16), np.int64)
+    meter = StepMeter(trace, gpu.bell, ["A", "B"], [100, 300], [10, 20])
     assert meter.sample(1.0, 1) is None  # no clock: nothing was measured
     for i in range(4):
         assert gpu.wait(gpu.ask(i % 2, *job(i))) == "done"
-    trace[0] = (4, 3, 2, 1, 7000, 5000, 200, 99)  # hits, misses, fills, CPU, busy, fill, wait, end
-    trace[1] = (1, 2, 1, 1, 3000, 2000, 100, 100)
+    trace[0, :8] = (4, 3, 2, 1, 7000, 5000, 200, 99)  # hits, misses, fills, CPU, busy, fill, wait, end
+    trace[1, :10] = (1, 2, 1, 1, 3000, 2000, 100, 100, 1, 50)  # ... and a shared expert, whose rows came 50 ns late
     got = meter.sample(0.5, 2)
     assert got is not None
-    assert (got.seconds, got.rows, got.exposed) == (0.5, 2, pytest.approx(7300e-9))
+    assert (got.seconds, got.rows, got.exposed) == (0.5, 2, pytest.approx(7350e-9))
     served = gpu.bell.statistics()
     for i, (kind, fills, bytes, busy, fill) in enumerate((("A", 2, 100, 7e-6, 5e-6), ("B", 1, 300, 3e-6, 2e-6))):
+        part = 20 if kind == "B" else 0
         p = got.paths[kind]
-        assert (p.fill_bytes, p.cpu_bytes) == (fills * bytes, served[i][3])
+        assert (p.fill_bytes, p.cpu_bytes) == (fills * bytes + part, served[i][3])
         assert (p.fill_seconds, p.cpu_seconds) == (pytest.approx(fill), pytest.approx(served[i][4] * 1e-9))
-        assert (p.fill_jobs.jobs, p.fill_jobs.b, p.fill_jobs.t) == (1, fills * bytes, pytest.approx(busy))
+        assert (p.fill_jobs.jobs, p.fill_jobs.b, p.fill_jobs.t) == (1, fills * bytes + part, pytest.approx(busy))
         assert p.cpu_jobs.jobs == 1  # what the layer's CPU did since the last call is one job
         assert p.cpu_jobs.t == pytest.approx(served[i][4] * 1e-9 + SIGNAL)
-    trace[:, 2] = 0
+    trace[:, [2, 8]] = 0
     again = meter.sample(0.5, 1)
     assert again is not None
     assert again.paths["A"].fill_jobs == again.paths["A"].cpu_jobs == Moments()
@@ -66,6 +67,29 @@ def test_the_rule_with_a_late_path_is_the_optimum(m: int, phi: int, late: int) -
     q = balanced_fills(m, phi, 0, late)
     assert 0 <= q <= m
     assert cost(q) == min(cost(f) for f in range(m + 1))
+
+
+@given(
+    st.integers(0, 300), st.integers(0, PHI_ONE), st.integers(0, 2), st.integers(-LATE_MOST, LATE_MOST),
+    st.integers(0, PHI_ONE), st.integers(0, PHI_ONE),
+)  # fmt: skip
+def test_sharing_is_the_optimum(m: int, phi: int, least: int, late: int, link: int, cpu: int) -> None:
+    """The slower branch is the least over all integers of both kinds (brute force), among those with `least` fills; a
+    shared expert is one that is not filled, and is chosen only where it is better."""
+
+    def whole(f: int) -> int:
+        return max(f * (PHI_ONE - phi), (m - f) * phi + late if f < m else 0)
+
+    def half(f: int) -> int:
+        return max(f * (PHI_ONE - phi) + link, (m - f) * phi + late - cpu)
+
+    q, shared = split_misses(m, phi, least, late, link, cpu)
+    assert min(least, m) <= q <= m - shared
+    others = [whole(f) for f in range(min(least, m), m + 1)]
+    halves = [half(f) for f in range(least, m)] if link else []
+    assert (half(q) if shared else whole(q)) == min(others + halves)
+    assert shared == (min(halves, default=min(others)) < min(others))
+    assert split_misses(m, phi, least, late) == (balanced_fills(m, phi, least, late), False)
 
 
 def run(control: SplitController, steps: int, late: bool, seed: int = 0) -> float:

@@ -104,10 +104,26 @@ def test_step_never_evicts_what_it_uses() -> None:
     assert again.cpu_expert.tolist() == [9]
 
 
+def test_a_shared_expert_has_a_place_for_its_down() -> None:
+    """Three misses at an even split, one fill at least: the first expert that is not filled is shared, by hand."""
+    state = residency.create(1, 16, [2])
+    state.host_base[0, 0], state.host_stride[0, 0] = 1000, 10
+    state.split[0], state.part[0] = (PHI_ONE // 2, 1), (PHI_ONE // 6, PHI_ONE // 6)
+    ids = np.array([[9, 4, 7], [4, 9, 7]])
+    got = residency.step(state, 0, ids, 1)
+    assert got.shared
+    assert len(got.fill_expert) == 1
+    first = int(got.cpu_expert[0])
+    assert got.part_src == 1000 + 10 * first
+    np.testing.assert_array_equal(got.place_down, np.where(ids == first, 2, got.place))
+    assert state.stats[0, residency.Stat.SHARED] == 1
+    assert not residency.step(state, 0, np.array([[1, 2, 3]]), 1, may_share=False).shared
+
+
 def test_addresses_of_fills() -> None:
     """Sources are base + expert * stride of each part, destinations the slots' addresses; checked by hand."""
     state = residency.create(2, 16, [3])
-    state.slot_addr[:] = [1 << 40, 7 << 40, 5 << 40]
+    state.slot_addr[:3] = [1 << 40, 7 << 40, 5 << 40]
     state.host_base[1] = [1000, 2000, 3000]
     state.host_stride[1] = [10, 10, 14]
     got = residency.step(state, 1, np.array([[4]]), 1)

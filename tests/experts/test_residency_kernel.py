@@ -37,17 +37,21 @@ def run_both(state: Residency, steps: int, rows: int, k: int, seed: int, splits:
     out = kernel.StepBuffers.allocate(rows * k, state.experts, "cpu")
     for t in range(steps):
         state.split[:] = [splits[rng.integers(len(splits))] for _ in range(state.layers)]
-        device.arrays["split"].copy_(torch.from_numpy(state.split))
+        state.part[:] = [PARTS[rng.integers(len(PARTS))] for _ in range(state.layers)]
+        for name in ("split", "part"):
+            device.arrays[name].copy_(torch.from_numpy(getattr(state, name)))
         for layer, w in enumerate(weights):
             ids = synthetic.route(rows, k, w, rng)
             ids[rng.random(rows) < 0.1] = -1
             advance = int(layer == 0)
-            ours = residency.step(state, layer, ids, advance)
-            kernel.residency_step(device, layer, torch.from_numpy(ids), out, advance)
+            may = bool(rng.random() < 0.8)
+            ours = residency.step(state, layer, ids, advance, may)
+            kernel.residency_step(device, layer, torch.from_numpy(ids), out, advance, may)
             assert_equal(state, device, ours, out.result(ids.shape), f"step {t}, layer {layer}")
         residency.check(state)
 
 
+PARTS = [(0, 0), (1, 30000), (9000, 12000), (20000, 20000)]
 MIXED = [(1 << 16, 1), (0, 0), (0, 1), (16000, 1), (32768, 1), (50000, 0)]
 
 

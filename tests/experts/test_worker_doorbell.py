@@ -35,17 +35,25 @@ class Gpu:
         self.rows_of = np.zeros(entries, np.int32)
         self.weights = np.zeros((ROWS, K), np.float32)
         self.x, self.y = np.zeros((ROWS, D), np.float32), np.zeros((ROWS, D), np.float32)
-        parts = (self.words, self.header, self.expert, self.start, self.rows_of, self.weights, self.x, self.y)
-        self.bell = native.Doorbell(
-            self.worker, *(a.ctypes.data for a in parts), rows=ROWS, k=K, layers=2, timeout=timeout
+        self.hidden = np.zeros((ROWS, F), np.float32)
+        self.parts = (
+            self.words, self.header, self.expert, self.start, self.rows_of, self.weights, self.x, self.y, self.hidden,
+        )  # fmt: skip
+        self.bell = self.doorbell(timeout)
+
+    def doorbell(self, timeout: float) -> Any:
+        return native.Doorbell(
+            self.worker, *(a.ctypes.data for a in self.parts), rows=ROWS, k=K, width=F, layers=2, timeout=timeout
         )
 
-    def ask(self, layer: int, x: np.ndarray, weights: np.ndarray, lists: tuple[Any, Any, Any]) -> int:
+    def ask(
+        self, layer: int, x: np.ndarray, weights: np.ndarray, lists: tuple[Any, Any, Any], shared: bool = False
+    ) -> int:
         """Write a job, ring, and return its number."""
         self.x[: len(x)], self.weights[: len(x)] = x, weights
         for target, values in zip((self.expert, self.start, self.rows_of), lists, strict=True):
             target[: len(values)] = values
-        self.header[:4] = layer, len(x), len(lists[0]), len(lists[2])
+        self.header[:5] = layer, len(x), len(lists[0]), len(lists[2]), shared
         number = int(self.words[native.DOORBELL_REQUEST]) + 1
         self.words[native.DOORBELL_REQUEST] = number
         return number
@@ -90,6 +98,33 @@ def test_every_request_is_answered_in_order() -> None:
     gpu.bell.close()
 
 
+def test_a_shared_expert_leaves_its_down_to_the_gpu() -> None:
+    """Hidden rows against NumPy's products of the same float weights; with their down added by hand the share is that of a
+    job that shares nothing."""
+    gpu = Gpu()
+    for i in range(60):
+        x, weights, (expert, start, rows_of) = job(i)
+        if not len(expert):
+            continue
+        up, down = gpu.tensors[2 * (i % 2) : 2 * (i % 2) + 2]
+        before = gpu.bell.statistics()[i % 2][3]
+        number = gpu.ask(i % 2, x, weights, (expert, start, rows_of), shared=True)
+        assert gpu.wait(number) == "done"
+        assert gpu.words[native.DOORBELL_HIDDEN] == number
+        entries = rows_of[: start[1]]
+        hidden = np.maximum(x[entries // K] @ up[expert[0]].T, 0) ** 2
+        np.testing.assert_allclose(gpu.hidden[: len(entries)], hidden, rtol=1e-4, atol=1e-4)
+        share = gpu.y[: len(x)].copy()
+        for j, entry in enumerate(entries):
+            share[entry // K] += weights[entry // K, entry % K] * (down[expert[0]] @ gpu.hidden[j])
+        want = np.empty_like(x)
+        gpu.worker.compute(i % 2, x, weights, expert, start, rows_of, want)
+        np.testing.assert_allclose(share, want, rtol=1e-3, atol=1e-2)
+        assert gpu.bell.statistics()[i % 2][3] - before == (2 * len(expert) - 1) * D * F * 4
+    assert gpu.bell.error() == ""
+    gpu.bell.close()
+
+
 def test_a_stuck_answer_is_released_and_reported() -> None:
     gpu = Gpu(timeout=0.2)
     x, weights, lists = job(1)
@@ -102,12 +137,14 @@ def test_a_stuck_answer_is_released_and_reported() -> None:
     gpu.bell.close()
 
 
-@pytest.mark.parametrize("fault", ["expert", "layer", "rows"])
+@pytest.mark.parametrize("fault", ["expert", "layer", "rows", "shared"])
 def test_a_damaged_job_is_refused_not_run(fault: str) -> None:
     gpu = Gpu()
     x, weights, _ = job(1)
     expert = np.array([EXPERTS if fault == "expert" else 0], np.int32)
-    number = gpu.ask(9 if fault == "layer" else 0, x, weights, (expert, np.array([0, 1]), np.array([0])))
+    nothing = np.array([], np.int32)
+    lists = (nothing, np.array([0]), nothing) if fault == "shared" else (expert, np.array([0, 1]), np.array([0]))
+    number = gpu.ask(9 if fault == "layer" else 0, x, weights, lists, shared=fault == "shared")
     if fault == "rows":  # a job in the mailbox as a wild write would leave it
         assert gpu.wait(number) == "done"
         gpu.header[1] = ROWS + 1
@@ -122,8 +159,7 @@ def test_old_words_start_no_work() -> None:
     gpu = Gpu()
     gpu.bell.close()
     gpu.words[native.DOORBELL_REQUEST] = 77
-    parts = (gpu.words, gpu.header, gpu.expert, gpu.start, gpu.rows_of, gpu.weights, gpu.x, gpu.y)
-    bell = native.Doorbell(gpu.worker, *(a.ctypes.data for a in parts), rows=ROWS, k=K, layers=2, timeout=5.0)
+    bell = gpu.doorbell(5.0)
     assert gpu.words[native.DOORBELL_DONE] == 77
     x, weights, lists = job(4)
     assert gpu.wait(gpu.ask(1, x, weights, lists)) == "done"

@@ -8,6 +8,7 @@ as predicted and as measured. `--replay FILE.npz` routes decode as a recorded tr
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,11 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experts"))
 from store_helpers import load_cached
 
 from ftgguf.bench.replay import load_trace
+from ftgguf.engine.cuda_compile import Helpers, Job
+from ftgguf.engine.survey import survey
 from ftgguf.experts.measure import Probe, costs_of, probe
 from ftgguf.experts.pinning import cuda_pinner
 from ftgguf.experts.routing import RoutingReplay
 from ftgguf.experts.status import start_line
 from ftgguf.experts.store import cpu_threads
+from ftgguf.flags.config import ContextConfig
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.residency import residency_step
@@ -79,15 +83,66 @@ class Layers:
         total = t.sum(0) / len(self.lines)  # of all layers but the first
         us = total / 1e3
         print(f"  {name}, a step: hits {total[0]:.1f} misses {total[1]:.1f} fills {total[2]:.1f} cpu {total[3]:.1f}")
-        print(f"    us: fills {us[5]:.0f}, products {us[4] - us[5]:.0f}, wait {us[6]:.0f}; CPU busy {us[8]:.0f}")
+        print(f"    us: fills {us[5]:.0f}, products {us[4] - us[5]:.0f}, wait {us[6]:.0f}; CPU busy {us[16]:.0f}")
         for m in np.unique(t[:, 1]):
             some = t[t[:, 1] == m]
             f, c = some[:, 2].mean(), some[:, 3].mean()
-            us = some[:, [5, 4, 8, 6]].mean(0) / 1e3
-            whole = np.median(some[:, 9]) / 1e3
-            besides = np.median(some[:, 9] - some[:, 4] - some[:, 6]) / 1e3
-            print(f"    {m} misses ({len(some)} layers): {f:.1f} filled in {us[0]:.0f} us (with products {us[1]:.0f}), "
-                  f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}; the layer {whole:.0f}, besides {besides:.0f}")
+            us = some[:, [5, 4, 16, 6]].mean(0) / 1e3
+            whole = np.median(some[:, 17]) / 1e3
+            besides = np.median(some[:, 17] - some[:, 4] - some[:, 6]) / 1e3
+            mean = some[:, 17].mean() / 1e3
+            print(
+                f"    {m} misses ({len(some)} layers): {f:.1f} filled in {us[0]:.0f} us (with products {us[1]:.0f}), "
+                f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}; the layer {whole:.0f} (mean {mean:.0f}), besides {besides:.0f}"
+            )
+
+
+class Host:
+    """What the host does in a decode step, in us: until the graph is launched, the launch, the wait, and after it."""
+
+    def __init__(self, executor: Any) -> None:
+        self.marks: list[list[float]] = []
+        self.now: list[float] = []
+        store, graph = executor.store, executor.graphs[1]
+        start, finish, wait = store.start, store.finish, executor._wait
+
+        def mark() -> None:
+            self.now.append(time.perf_counter())
+
+        def started() -> None:
+            self.now = []
+            mark()
+            start()
+
+        def waited() -> None:
+            mark()
+            wait()
+            mark()
+
+        def finished(*args: Any, **kwargs: Any) -> None:
+            finish(*args, **kwargs)
+            mark()
+            self.marks.append(self.now)
+
+        class Graph:
+            def replay(self) -> None:
+                mark()
+                graph.replay()
+                mark()
+
+        executor.graphs[1] = Graph()
+        store.start, store.finish, executor._wait = started, finished, waited
+        self.undo = lambda: (
+            setattr(store, "start", start), setattr(store, "finish", finish), setattr(executor, "_wait", wait),
+            executor.graphs.__setitem__(1, graph),
+        )  # fmt: skip
+
+    def show(self) -> None:
+        parts = np.diff(np.array([m for m in self.marks if len(m) == 6]), axis=1) * 1e6
+        names = ("inputs", "launch", "queue the copy", "wait", "finish")
+        print("    host, us (mean, median): " + ", ".join(
+            f"{n} {v.mean():.0f} {np.median(v):.0f}" for n, v in zip(names, parts.T, strict=True)
+        ))  # fmt: skip
 
 
 def line(counts: list[int], seconds: list[float]) -> str:
@@ -229,6 +284,10 @@ def measure_share(
     counted = store.statistics().sum(0) - before
     print(f"    hit rate {counted[3] / counted[2]:.3f}; {store.controller.status()}")
     layers.show("split")
+    host = Host(executor)
+    print(f"    again, the host watched: {decode(executor, steps, 0, rng, lambda: None):.1f} tok/s")
+    host.show()
+    host.undo()
     if "profile" in parts:
         profile(executor, rng)
     for name, split in (("fill", (65536, 1)), ("cpu", (0, 0))) if "arms" in parts else ():
@@ -254,6 +313,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     a = parser.parse_args()
     trace = None if a.replay is None else load_trace(a.replay, 4000).experts
+    gguf = open_gguf(a.file)
+    major, minor = torch.cuda.get_device_capability(DEVICE)
+    job = Job(str(a.file), 10 * major + minor, 0, n_cells=4096, max_rows=2048, decode_rows=1, kv="f16")
+    print(Helpers(job, survey(gguf, read_numbers(gguf), ContextConfig()), os.cpu_count() or 1).wait(), flush=True)
     for share in a.shares:
         for threads in a.threads:
             measure_share(a.file, share, threads, trace, a.steps, set(a.parts))
