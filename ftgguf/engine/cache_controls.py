@@ -42,11 +42,26 @@ def answer(executor: Any, action: str, arguments: dict[str, Any]) -> dict[str, A
         return {"enabled": True, "size_mib": store.budget // MIB} | store.rebuild()
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f"'size_mib' must be a whole number of MiB from 0 on, not {size!r}")
+    most = room(executor)
+    if most is not None and size * MIB > most:
+        raise ValueError(
+            f"{size} MiB of experts: at most {most // MIB} MiB of --vram-budget are left for them beside weights, KV and "
+            "the workspace of prompts"
+        )
     try:
         done = (store if elastic is None else elastic).resize(size * MIB)
     except MemoryError as error:
         raise ValueError(str(error)) from error
     return {"enabled": True, "size_mib": size} | done
+
+
+def room(executor: Any) -> int | None:
+    """Bytes that the cache may have at most now: what the plan left for it with every KV cell in memory, and what the
+    cells that have none yet would take. The device's count of what is free knows nothing of a prompt's workspace.
+    None where there was no plan (tests)."""
+    least: int | None = getattr(executor, "expert_room", None)
+    elastic = getattr(executor, "elastic", None)
+    return least if least is None or elastic is None else least + elastic.absent_bytes
 
 
 def metrics(executor: Any) -> dict[str, float]:

@@ -101,6 +101,8 @@ class CudaExecutor:
         start = self.n_cells if start_cells is None else -(-start_cells // PAGE) * PAGE
         self.cells = CudaCells(memory, attentions, min(start, self.n_cells), kv)
         self.elastic: Elastic | None = None
+        self.expert_room: int | None = None
+        """Bytes that experts may have at most once every cell has memory, by the plan; None without one."""
         self.ropes = RopeTables(self.device)
         self.sizes = graph_rows(decode_rows)
         top = self.sizes[-1]

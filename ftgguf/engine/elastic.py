@@ -80,6 +80,11 @@ class Elastic:
         )
         return done
 
+    @property
+    def absent_bytes(self) -> int:
+        """What the cells would take that have no memory now."""
+        return self.boundary.budget.kv_most - self.boundary.budget.kv
+
     def status(self) -> dict[str, Any]:
         b = self.boundary.budget
         return {

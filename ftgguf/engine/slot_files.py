@@ -27,7 +27,9 @@ VERSION = 1
 CHUNK = 1024
 """Cells moved at a time: some hundred MiB at most, whatever the context."""
 _HEAD = struct.Struct("<8sII")
-_IDENTITY = ("architecture", "name", "file_type", "n_params", "size", "n_vocab", "n_embd", "n_layer", "kv_types", "kv_layout")
+_IDENTITY = (
+    "architecture", "name", "file_type", "n_params", "size", "n_vocab", "n_embd", "n_layer", "kv_types", "kv_layout",
+)  # fmt: skip
 _SAMPLE = 1 << 20
 
 
