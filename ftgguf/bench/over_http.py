@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,8 @@ class HttpDuel:
         self.salt = salt
         self.other = other
         self._compared = False
+        self._once = 0.0
+        """Seconds of the round that went into what no further round does."""
         self.plan: Plan | None = None
         self._figures: dict[str, int] = {}
         self._said: dict[str, list[Greedy]] = {}
@@ -134,7 +136,7 @@ class HttpDuel:
 
     def _rounds(self, plan: Plan) -> None:
         for r in range(self.options.repetitions):
-            began = time.monotonic()
+            began, self._once = time.monotonic(), 0.0
             if len(self.sides) > 1 and all(side.lost for side in self.sides[1:]):
                 break  # nothing to compare with; the first round of ours is there
             n = r % len(self.sides)
@@ -144,11 +146,16 @@ class HttpDuel:
                     return
                 if not side.lost:
                     self._round(r, side, plan)
-            self._compare()
+            self._timed(self._compare)
             rounds = self.options.repetitions
-            if r + 1 < rounds and not self.options.time_for(time.monotonic() - began):
+            if r + 1 < rounds and not self.options.time_for(time.monotonic() - began - self._once):
                 self.report.notes.append(f"{r + 1} of {rounds} rounds: there was no time for more (--limit)")
                 break
+
+    def _timed(self, work: Callable[[], None]) -> None:
+        began = time.monotonic()
+        work()
+        self._once += time.monotonic() - began
 
     def _round(self, r: int, side: Contender, plan: Plan) -> None:
         name = side.contestant.name
@@ -157,7 +164,7 @@ class HttpDuel:
             with side.up() as running, watched(self.report, name, running.target) as watch:
                 if r == 0:
                     watch.mark("greedy outputs")
-                    self._first(side, running)
+                    self._timed(lambda: self._first(side, running))
                 self._measure(r, side, running, plan, watch)
         except (ServerError, RequestFailed) as error:
             self._lose(side, str(error))

@@ -143,10 +143,10 @@ class Sweep:
                 found, high = trial, n
             else:
                 low, failed = n, bool(trial.error)
-            if failed:  # it does not say how much it wanted
-                n = (low + high) // 2 if high - low > 1 else high
+            if failed and high - low > 1:  # it does not say how much it wanted
+                n = (low + high) // 2
             else:
-                n = self._next(trial, low, high, found is not None)
+                n = self._next(trial, low, high)
         return found
 
     def _guess(self, first: int) -> int:
@@ -156,13 +156,13 @@ class Sweep:
         room = self._budget - self._besides
         return next((n for n in range(first, self._layers) if self._on_gpu[n] <= room), self._layers)
 
-    def _next(self, last: Trial, low: int, high: int, some_fits: bool) -> int:
+    def _next(self, last: Trial, low: int, high: int) -> int:
         """The next N to measure, `high` where nothing is left to learn."""
         if high - low <= 1:
             return high
         room = self._budget - last.vram + self._on_gpu[last.n_cpu_moe]
         n = next((n for n in range(low + 1, min(high, self._layers + 1)) if self._on_gpu[n] <= room + MARGIN), high)
-        if n < high or some_fits:
+        if n < high or any(trial.fits(self._budget) for trial in self.tried):
             return n
         return self._layers  # nothing fits by these sums: the most that can be done tells how much is needed
 

@@ -15,6 +15,9 @@ from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Contes
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.tracefile import Request, Session, flattened
 
+ENOUGH = 8
+"""Tokens after an answer's first piece that make a speed: a few may reach the client in one moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -174,7 +177,7 @@ class Replay:
         for metric, value in (("TTFT ms", turn.ttft_ms), ("turn ms", turn.total_ms)):
             row = self.report.row(f"turns: {turn.kind}", metric, higher_is_better=False, quantiles=True)
             row.samples.setdefault(turn.contestant, []).append(value)
-        if answer.decode_rate:
+        if answer.n_gen - answer.first_piece >= ENOUGH:
             row = self.report.row("turns: decode", "tok/s", quantiles=True)
             row.samples.setdefault(turn.contestant, []).append(answer.decode_rate)
 
