@@ -1,6 +1,7 @@
 """These tests need a CUDA device; without one they are collected and skipped, so that the skip is seen.
 
 FTGGUF_SHARD=i/n runs every n-th test from the i-th: several processes compile and test side by side.
+FTGGUF_SIMULATE=1 runs the servers' tests without a device, on a simulated one (serve_helpers).
 """
 
 from __future__ import annotations
@@ -17,13 +18,19 @@ if not torch.cuda.is_available():  # importing the kernels without a device need
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the kernels need triton")
 
+SIMULATED = os.environ.get("FTGGUF_SIMULATE", "") not in ("", "0")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): tests that share a server (pytest-xdist --dist loadgroup)")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
+            if not torch.cuda.is_available() and not (SIMULATED and item.path.name.startswith("test_serve")):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device (torch.cuda.is_available() is false)"))
     shard = os.environ.get("FTGGUF_SHARD")
     if shard:

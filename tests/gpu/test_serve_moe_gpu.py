@@ -1,0 +1,444 @@
+"""`ftgguf serve` with experts in host memory on a CUDA device: modes, sizes in service, KV that grows, memory, faults.
+
+How to run it and what answers are checked against: see test_serve_gpu.py. Tests in `alone` have the device to
+themselves, among the tests of these two files.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serve_helpers import (
+    CONTEXT,
+    FEW,
+    LONG,
+    MANY,
+    REAL,
+    ROOT,
+    ROUGH,
+    SIZES,
+    START_S,
+    Server,
+    budget_for,
+    command,
+    cpu,
+    environment,
+    greedy,
+    locked,
+    moe,
+    prompt,
+    question,
+    reference,
+    refusal,
+    same,
+    server,
+    streamed,
+)
+
+from ftgguf.engine.devices import free_memory
+from ftgguf.nouns import PAGE
+
+MIB = 1 << 20
+CACHE = 100 if REAL else 4
+"""MiB of experts that fit, of 226 (or 9.7)."""
+TOTAL = SIZES["n_layer"] * SIZES["n_expert"]
+cached = pytest.mark.xdist_group("cached")
+faulty = pytest.mark.xdist_group("faulty")
+alone = pytest.mark.xdist_group("alone")
+
+
+@pytest.fixture(autouse=True)
+def not_alone(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that needs the device for itself waits for this one, and this one for it."""
+    if any(m.args == ("alone",) for m in request.node.iter_markers("xdist_group")):
+        yield  # it takes the lock where it needs it
+        return
+    with locked("memory", alone=False):
+        yield
+
+
+def limits(*flags: str) -> tuple[str, ...]:
+    """Flags for a server of CONTEXT cells whose budget leaves CACHE MiB for experts."""
+    flags = ("-c", str(CONTEXT), "-np", "2", *flags)
+    return (*flags, "--vram-budget", str(budget_for(moe(), CACHE, *flags)))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Experts that do not fit, with no flag but the budget; routes are recorded."""
+    trace = tmp_path_factory.mktemp("routing") / "trace.npz"
+    with server(moe(), *limits("--record-routing", str(trace), "--metrics")) as running:
+        yield running
+
+
+def experts(running: Server) -> dict[str, Any]:
+    found: dict[str, Any] = running.get("/v1/cache/status")["experts"]
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- in service
+
+
+@cached
+def test_what_does_not_fit_is_cached(hybrid: Server) -> None:
+    status = experts(hybrid)
+    assert status["enabled"]
+    assert 0 < status["slots"] < TOTAL
+    assert status["bank"]["unpinned_layers"] == 0
+    assert "stay in host memory" in hybrid.log
+    assert f"of {TOTAL} experts in" in hybrid.log
+
+
+@cached
+def test_a_long_prompt_then_decode(hybrid: Server) -> None:
+    for length, n in ((LONG, FEW), (3, MANY)):
+        same(greedy(hybrid, prompt(length), n), reference(moe(), prompt(length), n), ROUGH)
+    status = experts(hybrid)
+    assert status["experts"]["wanted"] >= MANY * SIZES["n_layer"]
+    assert status["experts"]["misses"] == status["experts"]["fills"] + status["experts"]["cpu"]
+    assert status["prefill"]["passes"] > 0
+    assert status["error"] == ""
+    assert hybrid.metrics()["ftgguf_expert_misses_total"] > 0
+
+
+@cached
+def test_ctl_shows_and_changes_the_cache(hybrid: Server) -> None:
+    where = ("--host", str(hybrid.client.base_url).rstrip("/"))
+    code, said = command("ctl", *where, "cache", "status")
+    assert code == 0, said
+    for word in ("slots", "decode", "split", "prefill", "host"):
+        assert word in said
+    before = experts(hybrid)
+    code, said = command("ctl", *where, "cache", "resize", str(before["budget_bytes"] // MIB // 2))
+    assert code == 0, said
+    assert experts(hybrid)["slots"] < before["slots"]
+    code, said = command("ctl", *where, "cache", "resize", str(before["budget_bytes"] // MIB))
+    assert code == 0, said
+    code, said = command("ctl", *where, "cache", "rebuild")
+    assert code == 0, said
+    assert "experts moved" in said
+    code, said = command("ctl", *where, "cache", "resize", "999999")
+    assert code == 1
+    assert "are left for them beside weights, KV and the workspace" in said
+    assert same(greedy(hybrid, prompt(3), FEW), reference(moe(), prompt(3), FEW)) > 0
+
+
+@cached
+def test_resizes_during_an_answer_do_not_change_it(hybrid: Server) -> None:
+    full = experts(hybrid)["budget_bytes"] // MIB
+    done: list[dict[str, Any]] = []
+
+    def resize() -> None:
+        for part in (4, 1, 2, 1):
+            done.append(hybrid.post("/v1/cache/rebuild", {"size_mib": max(1, full // part)}))
+        done.append(hybrid.post("/v1/cache/rebuild", {}))
+
+    thread = threading.Thread(target=resize)
+    thread.start()
+    got = streamed(hybrid, prompt(3), MANY, cache_prompt=False)
+    thread.join()
+    assert len(done) == 5
+    assert done[0]["slots"] < done[1]["slots"]
+    assert same(got, reference(moe(), prompt(3), MANY)) > 0
+
+
+@cached
+def test_answers_are_the_same_with_every_size(hybrid: Server) -> None:
+    """From hardly a slot to nearly all that the budget holds, prompt and decode; the GPU's own answers as reference
+    too: their prefills differ by the order of sums only."""
+    full = experts(hybrid)["budget_bytes"] // MIB
+    least = -(-experts(hybrid)["ring_bytes"] // MIB)
+    for size in sorted({least, least + 1, full // 4, full // 2, full} - {0}):
+        if size < least:
+            continue
+        hybrid.post("/v1/cache/rebuild", {"size_mib": size})
+        got = greedy(hybrid, prompt(LONG), MANY if REAL else FEW, cache_prompt=False)
+        same(got, reference(moe(), prompt(LONG), MANY if REAL else FEW), ROUGH)
+
+
+@cached
+def test_the_recorded_routes_are_what_bench_cache_reads(hybrid: Server) -> None:
+    """The last of this server's tests: the file is complete when the server ends."""
+    trace = hybrid.flags[hybrid.flags.index("--record-routing") + 1]
+    assert hybrid.stop() == 0
+    code, said = command("bench", "cache", "--trace", trace, "--percent", "25", "--tokens", "40", "--jobs", "1")
+    assert code == 0, said
+    assert "%" in said
+
+
+# -------------------------------------------------------------------------------------------------------- modes
+
+MODES: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "offload": (("--moe-mode", "offload"), "fill"),
+    "cpu": (("--moe-mode", "cpu"), "cpu"),
+    "auto": (("--moe-mode", "auto"), ""),
+    "lru": (("--expert-policy", "lru", "--expert-cache", "1"), ""),
+    "cmoe": (("-cmoe",), ""),
+    "ncmoe": (("-ncmoe", "1"), ""),
+    "ot": (("-ot", r"blk\.1\.ffn_.*_exps=CPU"), ""),
+    "static": (("-cmoe", "--expert-cache", "0"), ""),
+    "part": (("-ncmoe", "1", "--expert-cache", "0"), None),
+    "pinned": (("--pin-budget", "1"), ""),
+}
+"""Name -> flags, and the arm in charge ("": whichever); None: no cache, whole blocks on the CPU."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"mode-{n}")) for n in MODES])
+def test_every_placement_gives_the_same_answer(name: str) -> None:
+    given, arm = MODES[name]
+    budget = () if name == "part" else limits()[-2:]
+    with server(moe(), "-c", str(CONTEXT), "-np", "2", *given, *budget) as running:
+        got = greedy(running, prompt(LONG), FEW)
+        same(got, reference(moe(), prompt(LONG), FEW), ROUGH)
+        assert same(greedy(running, prompt(3), MANY), reference(moe(), prompt(3), MANY)) > 0
+        status = experts(running)
+        assert status["enabled"] is (arm is not None)
+        if arm is None:
+            return
+        assert status["error"] == ""
+        if arm:
+            assert status["mode"] == arm
+            assert status["experts"]["cpu" if arm == "fill" else "fills"] == 0
+        if name == "static":
+            assert status["slots"] == 0
+        if name == "pinned":
+            assert status["bank"]["unpinned_layers"] > 0
+            assert "Cure" in status["bank"]["line"]
+
+
+@pytest.mark.xdist_group("mode-resident")
+def test_all_resident_where_it_is_asked_for() -> None:
+    with server(moe(), "--moe-mode", "resident", "-c", str(CONTEXT), "-np", "2") as running:
+        assert not experts(running)["enabled"]
+        same(greedy(running, prompt(LONG), FEW), reference(moe(), prompt(LONG), FEW), ROUGH)
+    said = refusal(moe(), "--moe-mode", "resident", "-ngl", "all", *limits())
+    assert "do not fit on the GPU" in said
+    assert "experts" in said
+
+
+@pytest.mark.xdist_group("mode-disk")
+def test_experts_from_the_file_where_host_memory_is_too_small() -> None:
+    little = {"FTGGUF_TEST_HOST_MEMORY": str(MIB)}
+    said = refusal(moe(), *limits(), **little)
+    assert "of host memory" in said
+    assert "--expert-disk" in said
+    with server(moe(), *limits("--expert-disk"), **little) as running:
+        same(greedy(running, prompt(LONG), FEW), reference(moe(), prompt(LONG), FEW), ROUGH)
+        assert same(greedy(running, prompt(3), MANY), reference(moe(), prompt(3), MANY)) > 0
+        assert experts(running)["fallbacks"]["experts_on_disk"] == SIZES["n_layer"]
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.xdist_group("elastic")
+def test_kv_grows_into_the_experts_memory() -> None:
+    """A context that nobody needs at first: prompts until the boundary moves; answers before, on the way and after."""
+    cells = 32768 if REAL else 1024
+    start = cells // 4
+    fixed = ("-c", str(cells), "-np", "2", "-fitc", str(start), "--metrics")
+    full = budget_for(moe(), 0, *fixed, cells=cells)
+    with server(moe(), *fixed, "--vram-budget", str(full + (40 if REAL else 1))) as running:
+        before = experts(running)
+        assert before["boundary"]["cells"] == start, "every cell has memory from the start: nothing can be tested"
+        assert same(greedy(running, prompt(3), FEW), reference(moe(), prompt(3), FEW)) > 0
+        kept = prompt(2 * PAGE, seed=40)
+        greedy(running, kept, 1)
+        for seed in range(41, 44):
+            greedy(running, prompt(start - 2 * PAGE, seed=seed), 1)
+        now = experts(running)
+        assert now["boundary"]["moves"] > 0
+        assert now["boundary"]["cells"] > start
+        assert now["arena_bytes"] < before["arena_bytes"]
+        again = greedy(running, [*kept, 5], FEW)
+        assert again.cached >= len(kept) - 1, "the prefix cache was lost"
+        same(again, reference(moe(), [*kept, 5], FEW), ROUGH)
+        assert same(greedy(running, prompt(3), FEW, cache_prompt=False), reference(moe(), prompt(3), FEW)) > 0
+
+
+def device_mib() -> int:
+    free = free_memory(0)
+    assert free is not None
+    return free // MIB
+
+
+@alone
+@pytest.mark.skipif(not REAL, reason="the memory of a real device is measured")
+@pytest.mark.parametrize("what", ["resident", "cached"])
+def test_the_budget_is_never_exceeded(what: str) -> None:
+    """Free memory of the whole device by the driver, before the start and after prompts, decode and graphs of all
+    sizes. Tolerance: 32 MiB, for what the driver keeps by itself."""
+    moe()
+    with locked("memory"):
+        before = device_mib()
+        flags: tuple[str, ...] = ("-c", str(CONTEXT), "-np", "4")
+        budget = budget_for(moe(), CACHE if what == "cached" else 400, *flags)
+        running = Server(moe(), *flags, "--vram-budget", str(budget), shares=False)
+        least = before
+        try:
+            for i, length in enumerate((3, 40, 300, 2000, 4000)):
+                greedy(running, prompt(length, seed=50 + i), FEW, cache_prompt=False)
+                greedy(running, prompt(length, seed=60 + i), 2, cache_prompt=False)  # captured by now
+                least = min(least, device_mib())
+            held = before - least
+            print(f"budget {budget} MiB, held {held} MiB at most")
+            assert experts(running)["enabled"] is (what == "cached")
+            assert held <= budget + 32, f"the engine holds {held} MiB of a budget of {budget}"
+            assert held > budget // 3, "the measurement is wrong"
+        finally:
+            running.stop()
+
+
+HOG = """
+import sys, time, torch
+held = []
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    size = torch.cuda.mem_get_info()[0] - (24 << 20)
+    while size > 2 << 20:
+        try:
+            held.append(torch.empty(size, dtype=torch.uint8, device='cuda'))
+            break
+        except torch.OutOfMemoryError:
+            size //= 2
+    print('full', flush=True)
+    time.sleep(0.02)
+"""
+"""Takes whatever becomes free, for so many seconds."""
+
+
+@alone
+@pytest.mark.skipif(not REAL, reason="another program takes the memory of a real device")
+def test_another_program_takes_the_memory() -> None:
+    """Requests are answered from what the engine holds, or refused with what to do; afterwards all is well."""
+    want = {length: reference(moe(), prompt(length), FEW) for length in (3, LONG)}
+    with locked("memory"), server(moe(), "-c", str(CONTEXT), "-np", "2", shares=False) as running:
+        other = subprocess.Popen([sys.executable, "-c", HOG, "15"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "full\n"
+            threading.Thread(target=other.stdout.read, daemon=True).start()
+            time.sleep(1)
+            for i, length in enumerate((3, 40, 700, 2000)):
+                for seed in (70 + i, 80 + i):
+                    answer = running.client.post("/completion", json=question(prompt(length, seed=seed), 4))
+                    if answer.status_code != 200:
+                        message = answer.json()["error"]["message"]
+                        assert "memory" in message, message
+                        assert "-ub" in message or "--vram-budget" in message, message
+                    assert running.get("/health") == {"status": "ok"}
+        finally:
+            other.kill()
+            other.wait()
+        for length, expected in want.items():
+            same(greedy(running, prompt(length), FEW), expected, ROUGH)
+        assert "restarting" not in running.log
+
+
+# ------------------------------------------------------------------------------------------------------- faults
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Callable[[str], None]]]:
+    """A server, and what makes its next pass fail (hooks/sitecustomize.py)."""
+    trap = tmp_path_factory.mktemp("faults") / "trap"
+
+    def set_trap(what: str) -> None:
+        trap.with_suffix(".new").write_text(what)
+        trap.with_suffix(".new").rename(trap)
+
+    with server(moe(), *limits("--metrics"), FTGGUF_TEST_FAULT=str(trap)) as running:
+        yield running, set_trap
+
+
+@faulty
+def test_a_full_device_fails_a_request_and_not_the_server(trapped: tuple[Server, Callable[[str], None]]) -> None:
+    """torch may take no more, and what it held in reserve is used up: prompts find no room for their rows."""
+    running, trap = trapped
+    assert same(greedy(running, prompt(3), FEW), reference(moe(), prompt(3), FEW)) > 0
+    trap("full")
+    greedy(running, prompt(2, seed=90), 1)
+    for seed, length in enumerate((2 * LONG, LONG, LONG // 2)):
+        code, message = running.refused("/completion", question(prompt(length, seed=91 + seed), 2))
+        assert code == 500
+        assert "the GPU has no memory for" in message
+        assert "--vram-budget" in message
+    greedy(running, prompt(2, seed=95), 2)  # decode has its memory in its graph
+    assert running.get("/health") == {"status": "ok"}
+    trap("room")
+    greedy(running, prompt(2, seed=94), 1)
+    same(greedy(running, prompt(LONG), FEW), reference(moe(), prompt(LONG), FEW), ROUGH)
+    assert running.metrics()["ftgguf_engine_restarts_total"] == 0
+
+
+@faulty
+def test_a_kernel_fault_restarts_the_engine(trapped: tuple[Server, Callable[[str], None]]) -> None:
+    """A store to an illegal address: that request fails with a word about --debug-eager, /health is 503 until the
+    engine is back, and the next request is answered."""
+    running, trap = trapped
+    trap("fault")
+    code, message = running.refused("/completion", question(prompt(3), 2))
+    assert code == 500
+    assert "the GPU failed" in message
+    assert "--debug-eager" in message
+    running.wait("/health", 503, 15)
+    assert running.client.post("/completion", json=question(prompt(3), 1)).status_code == 503
+    running.wait("/health", 200)
+    assert same(greedy(running, prompt(3), FEW), reference(moe(), prompt(3), FEW)) > 0
+    assert running.metrics()["ftgguf_engine_restarts_total"] == 1
+    assert "restarting it" in running.log
+
+
+# --------------------------------------------------------------------------------------------------- perplexity
+
+
+def written(path: Path) -> Path:
+    """16 chunks of text in `path`, which the model itself wrote on the CPU with temperature 1."""
+    chunks, length = (16, 128) if REAL else (2, 16)
+    free = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "return_tokens": True, "ignore_eos": True}
+    text = []
+    for seed in range(chunks):
+        body = {"prompt": prompt(1, seed), "n_predict": length, "seed": seed, **free}
+        text.append(cpu(moe()).post("/completion", body)["tokens"])
+    assert {len(chunk) for chunk in text} == {length}
+    path.write_text(json.dumps(text))
+    return path
+
+
+def perplexity(text: Path, *flags: str) -> dict[str, Any]:
+    """Of the chunks in `text` by perplexity_child.py, with the server's flags."""
+    line = [sys.executable, str(Path(__file__).with_name("perplexity_child.py")), str(text)]
+    with locked("memory", alone=False):
+        done = subprocess.run(
+            [*line, "-m", str(moe()), *flags], cwd=ROOT, env=environment(), capture_output=True, text=True,
+            timeout=2 * START_S,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.xdist_group("perplexity")
+def test_perplexity_with_and_without_the_cache(tmp_path: Path) -> None:
+    """Within 0.1 % of all experts resident, as prompts and token by token (32 tokens in the simulation say less), and
+    near the CPU's, which rounds a prompt's activations to 8 bits."""
+    text, bound = written(tmp_path / "text.json"), 1e-3 if REAL else 1e-2
+    plain = ("-c", str(CONTEXT), "-np", "1", "-t", "4" if REAL else "1")
+    host = perplexity(text, *plain, "-dev", "none")
+    resident = perplexity(text, *plain, "--moe-mode", "resident")
+    cached = perplexity(text, *plain, *limits()[-2:])
+    print(f"CPU {host}\nresident {resident}\ncached {cached}")
+    assert not host["slots"]
+    assert not resident["slots"]
+    assert 0 < cached["slots"] < TOTAL
+    for way in ("prompt", "decode"):
+        assert abs(cached[way] / resident[way] - 1) < bound
+        assert abs(resident[way] / host[way] - 1) < 5 * bound
