@@ -289,6 +289,9 @@ class EngineClient:
             self._notify()
         else:
             self.failure = message.message
+            if self.state == "ready" and self._link is not None:
+                # its last words, but with a broken GPU a process may never get through its own end
+                self._link.close()
 
     def _set_state(self, state: str) -> None:
         if self.state != "stopped":

@@ -92,6 +92,37 @@ def test_an_engine_that_dies_at_its_first_start_is_not_started_again(
     assert starts.read_text() == "x"
 
 
+def test_an_engine_that_cannot_end_after_its_last_words_is_replaced(tmp_path: Path) -> None:
+    """A lost GPU: `Fatal` is sent, and the process hangs in a driver's clean-up with its socket open."""
+    once = tmp_path / "once"
+    code = f"""
+import os, socket, struct, sys, time
+from ftgguf.engine import messages as m
+connection = socket.socket(fileno=int(sys.argv[2]))
+def send(message):
+    data = m.encode(message)
+    connection.sendall(struct.pack("<I", len(data)) + data)
+send(m.Ready(info={{}}, n_ctx=64, n_slots=1))
+if not os.path.exists({str(once)!r}):
+    open({str(once)!r}, "w").close()
+    send(m.Fatal(message="the executor is lost"))
+time.sleep(600)
+"""
+
+    async def scenario() -> None:
+        client = EngineClient(b"", (sys.executable, "-c", code))
+        client.exit_grace_s = 0.2
+        await client.start()
+        deadline = time.monotonic() + 30
+        while client.restarts == 0 or client.state != "ready":
+            assert time.monotonic() < deadline, (client.state, client.failure)
+            await asyncio.sleep(0.02)
+        assert client.failure == ""
+        await client.stop()
+
+    asyncio.run(scenario())
+
+
 def test_a_signal_to_the_whole_group_ends_the_server_in_order() -> None:
     """`timeout`, a shell's `kill %1` and service managers signal the engine too: nothing is restarted for that."""
     process = serve("-m", "stories", start_new_session=True)
