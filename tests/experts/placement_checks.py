@@ -5,7 +5,7 @@ Bounds: see docs/measurements/placement.md, which says what was measured and why
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
-import torch
 from numpy.typing import NDArray
 from placement_helpers import (
+    F64,
     CpuHidden,
     DownWeights,
-    F64,
     ForcedLayers,
     Recorded,
     Seen,
@@ -27,26 +25,25 @@ from placement_helpers import (
     rounded,
     roundings_that_differ,
 )  # fmt: skip
-from rounding_noise import Noise
+from rounding_noise import Noise, Nudged
 from store_helpers import Decoded, load_cached, rows
 
-from ftgguf.engine.cuda_experts import Placement as Placed
 from ftgguf.engine.cuda_executor import CudaExecutor, _dummy
 from ftgguf.engine.debug_executor import DebugExecutor, DebugSource
-from ftgguf.experts import store as store_module
 from ftgguf.experts.residency import Stat
 from ftgguf.flags.config import ContextConfig
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels.formats import Activation
-from ftgguf.kernels.norm import norm
 from ftgguf.models.config import read_numbers
 from ftgguf.models.registry import family
 from ftgguf.nouns import F32
 from ftgguf.ops.debug import DebugCells, DebugOps
 
-LAYER = 1e-12
+LAYER = 1e-11
 """NMSE of a MoE layer's output between two placements on one input, once what other roundings explain is taken off:
-the order of float32 sums, squared. Measured: 1e-13 at most, over all types."""
+the order of float32 sums, squared. Measured: 3e-13 at most, over all types."""
+PASS = 1e-10
+"""The same for the layers of a whole pass, each on what the ones before made of it. Measured: 6e-13."""
 SAME = 1e-6
 """NMSE of logits that nothing rounded to 8 bits has separated."""
 NOISE = 2.0
@@ -71,6 +68,9 @@ class Placing:
         expected = {"hit": (True, False, False), "filled": (False, True, False), "cpu": (False, False, True)}
         if self.name in expected:
             assert (hits > 0, fills > 0, cpu > 0) == expected[self.name]
+        elif self.name == "mixed 50 %":
+            assert hits > 0
+            assert cpu + fills > 0
         else:
             assert cpu > 0
             assert fills > 0
@@ -85,7 +85,7 @@ def placings(layers: int, experts: int, k: int) -> dict[str, Placing]:
         Placing("cpu", 0, CPU),
         Placing("one slot", 1, FILL),
         Placing("mixed 25 %", total // 4, MIXED),
-        Placing("mixed 50 %", total // 2, MIXED),
+        Placing("mixed 50 %", total // 2, MIXED, warm=True),
     ]
     return {p.name: p for p in made}
 
@@ -113,9 +113,7 @@ class Bench:
     @cached_property
     def exact(self) -> list[list[F64]]:
         """The reference's output of each step's layers, on the resident run's inputs."""
-        return [
-            [self.reference.experts(i, s).astype(np.float64) for i in range(len(s.y))] for s in self.seen
-        ]
+        return [[self.reference.experts(i, s).astype(np.float64) for i in range(len(s.y))] for s in self.seen]
 
     @classmethod
     def of(cls, path: Path, device: Any, tokens: Sequence[int], **options: Any) -> Bench:
@@ -136,9 +134,7 @@ class Bench:
     @contextmanager
     def placed(self, placing: Placing) -> Iterator[CudaExecutor]:
         """An executor with this placement; not warmed up yet. Checks where experts were, and closes it."""
-        executor = load_cached(
-            self.path, self.device, placing.slots, decode_rows=1, warm=placing.warm, **self.options
-        )
+        executor = load_cached(self.path, self.device, placing.slots, decode_rows=1, warm=placing.warm, **self.options)
         store: Any = executor.store
         store.force_split(*placing.split)
         try:
@@ -162,11 +158,13 @@ def ready(executor: CudaExecutor) -> None:
 
 @dataclass
 class Layers:
-    """Largest NMSE over tokens and layers: `raw` of the outputs, `same` of those outputs whose layer rounded nothing
-    otherwise, `hidden` of the CPU's intermediate rows before they are rounded, `unexplained` of the outputs after the
-    effect of other roundings is taken off. `flips`: values that were rounded otherwise. `reference`: error to the float
-    reference, of this placement and of the resident run (NMSE over all layers)."""
+    """NMSE over tokens and layers: `least` and `raw`, the smallest and largest of the outputs; the largest `same`, of
+    those outputs whose layer rounded nothing otherwise; the largest `hidden`, of the intermediate rows before they are
+    rounded; the largest `unexplained`, of the outputs after the effect of other roundings is taken off. `flips`: values
+    that were rounded otherwise. `reference`: error to the float reference, of this placement and of the resident run,
+    over all layers."""
 
+    least: float = np.inf
     raw: float = 0.0
     same: float = 0.0
     hidden: float = 0.0
@@ -204,31 +202,28 @@ class Reference:
             DebugOps.top_k = own  # type: ignore[method-assign]
 
 
-def layers_under(bench: Bench, executor: CudaExecutor, steps: int | None = None) -> Layers:
-    """Every layer of `executor` on the inputs of the resident run's first `steps`, against that run's outputs."""
+def layers_under(bench: Bench, executor: CudaExecutor, steps: slice = slice(None)) -> Layers:
+    """Every layer of `executor` on the inputs of the resident run's `steps`, against that run's outputs."""
     found, store = Layers(), executor.store
     forced, cpu = ForcedLayers(executor), CpuHidden(store)
     n = len(forced.blocks)
     kind = next(iter(store.specs.values())).weights.down.format.activation
     errors = np.zeros((2, 2))
-    for want, exact in zip(bench.seen[:steps], bench.exact[:steps], strict=True):
+    for want, exact in zip(bench.seen[steps], bench.exact[steps], strict=True):
         forced.tap.play(want.ids[None].astype(np.int64))
         got = forced.run(want.h)
         np.testing.assert_array_equal(got.ids, want.ids)
         np.testing.assert_array_equal(got.x, want.x)
         for i in range(n):
-            away = np.flatnonzero(got.on_cpu()[i])
             difference = got.y[i].astype(np.float64) - want.y[i]
             energy = float((want.y[i].astype(np.float64) ** 2).sum())
             raw = float((difference**2).sum()) / energy
-            other = 0
-            if len(away):
-                mine, theirs = cpu.rows(i, got.x[i], got.ids[i][away]), want.hidden[i][away]
-                found.hidden = max(found.hidden, nmse(mine, theirs))
-                other, moved = _moved(mine, theirs, kind, bench.device)
-                weighed = moved * got.weights[i][away][:, None].astype(np.float64)
-                difference -= np.einsum("jf,jnf->n", weighed, bench.down.values[i][got.ids[i][away]])
-            found.raw = max(found.raw, raw)
+            hidden = hidden_of(got, i, cpu)
+            other, moved = _moved(hidden, want.hidden[i], kind, bench.device)
+            weighed = moved * got.weights[i][:, None].astype(np.float64)
+            difference -= np.einsum("jf,jnf->n", weighed, bench.down.values[i][got.ids[i]])
+            found.hidden = max(found.hidden, nmse(hidden, want.hidden[i]))
+            found.raw, found.least = max(found.raw, raw), min(found.least, raw)
             found.flips += other
             found.unexplained = max(found.unexplained, float((difference**2).sum()) / energy)
             found.same = max(found.same, 0.0 if other else raw)
@@ -236,6 +231,13 @@ def layers_under(bench: Bench, executor: CudaExecutor, steps: int | None = None)
                 errors[j] += ((y - exact[i]) ** 2).sum(), (exact[i] ** 2).sum()
     found.reference = (errors[0, 0] / errors[0, 1], errors[1, 0] / errors[1, 1])
     return found
+
+
+def hidden_of(s: Seen, layer: int, cpu: CpuHidden) -> F32:
+    """All pairs' intermediate rows: the device's where the second product ran there, else the CPU's."""
+    rows_, away = s.hidden[layer].copy(), np.flatnonzero(s.slots[layer] < 0)
+    rows_[away] = cpu.rows(layer, s.x[layer], s.ids[layer][away])
+    return rows_
 
 
 def _moved(mine: F32, theirs: F32, kind: Activation, device: Any) -> tuple[int, NDArray[np.float64]]:
@@ -254,96 +256,6 @@ def assert_layers_same(found: Layers) -> None:
     placed, resident = found.reference
     if resident > 1e-9:  # with float32 weights both errors are the order of sums
         assert abs(placed / resident - 1) < 1e-2
-
-
-# ------------------------------------------------------------------------------------------------ broken on purpose
-
-
-def break_slots(executor: CudaExecutor) -> None:
-    """Every slot's address is its neighbour's: wrong experts."""
-    store: Any = executor.store
-    store.addresses.copy_(torch.roll(store.addresses, 1))
-
-
-def break_fills(executor: CudaExecutor) -> None:
-    """Slots keep what they had: stale experts."""
-    store: Any = executor.store
-    place = store.place
-
-    def stale(*args: Any) -> Placed:
-        real = store_module.kernels.fill
-        store_module.kernels.fill = lambda *a: None  # type: ignore[assignment]
-        try:
-            placed: Placed = place(*args)
-            return placed
-        finally:
-            store_module.kernels.fill = real
-
-    store.place = stale
-
-
-def _share(factor: float) -> Callable[[CudaExecutor], None]:
-    def change(executor: CudaExecutor) -> None:
-        store: Any = executor.store
-        collect = store.collect
-        store.collect = lambda layer, placed: collect(layer, placed).mul_(factor)
-
-    return change
-
-
-def break_rank(executor: CudaExecutor) -> None:
-    """The last rank, the one with the least weight, is nowhere."""
-    store: Any = executor.store
-    place = store.place
-
-    def lost(*args: Any) -> Placed:
-        placed = place(*args)
-        slots = placed.slots.clone()
-        slots[:, -1] = -1
-        return Placed(slots, placed.slot_addr, placed.ticket)
-
-    store.place = lost
-
-
-def break_bank(executor: CudaExecutor) -> None:
-    """The host's experts have changed places."""
-    store: Any = executor.store
-    for resident in store.bank.layers.values():
-        resident.view[:] = np.roll(resident.view, 1, axis=0)
-
-
-BROKEN: dict[str, tuple[str, Callable[[CudaExecutor], None]]] = {
-    "wrong slot": ("hit", break_slots),
-    "stale slot": ("filled", break_fills),
-    "an expert lost": ("hit", break_rank),
-    "the CPU's experts lost": ("mixed 50 %", _share(0.0)),
-    "the CPU's experts twice": ("mixed 50 %", _share(2.0)),
-    "the CPU's experts exchanged": ("cpu", break_bank),
-}
-"""Fault -> the placement it is tried on, and what brings it about."""
-FAULT = 1e-9
-"""A fault moves every layer's output by more than this (NMSE), a thousand times the bound; and some layer's by 1e-3."""
-
-
-def assert_fault_shows(bench: Bench, executor: CudaExecutor, fault: Callable[[CudaExecutor], None]) -> None:
-    """One good step, then the fault: the next step's layers are wrong."""
-    before = layers_under(bench, executor, 1)
-    assert_layers_same(before)
-    fault(executor)
-    want = bench.seen[1]
-    forced = ForcedLayers(executor)
-    forced.tap.play(want.ids[None].astype(np.int64))
-    got = forced.run(want.h)
-    errors = [nmse(got.y[i], want.y[i]) for i in range(len(want.y))]
-    assert not min(errors) <= FAULT  # not a number is wrong, too
-    assert not max(errors) <= 1e-3
-    with pytest.raises(AssertionError):
-        assert_layers_same(layers_under(bench, executor, 2))
-
-
-def jitter(executor: CudaExecutor, by: float) -> None:
-    """Stretch the CPU's share by a little, as if its sums were rounded far worse: more ties are passed."""
-    _share(1.0 + by)(executor)
 
 
 # ----------------------------------------------------------------------------------------- steps on equal KV, and runs
@@ -377,11 +289,7 @@ def steps_under(bench: Bench, executor: CudaExecutor) -> list[Step]:
         np.testing.assert_array_equal(got.ids, want.ids)
         other = [(layer, values + scales) for layer, values, scales in roundings_that_differ(got, want)]
         for i in range(len(got.y)):
-            away = np.flatnonzero(got.on_cpu()[i])
-            hidden = got.hidden[i].copy()
-            if len(away):
-                hidden[away] = cpu.rows(i, got.x[i], got.ids[i][away])
-            other.append((i, _moved(hidden, want.hidden[i], kind, bench.device)[0]))
+            other.append((i, _moved(hidden_of(got, i, cpu), want.hidden[i], kind, bench.device)[0]))
         first = min((layer for layer, count in other if count), default=None)
         until = len(got.y) if first is None else first
         before = max((nmse(got.y[i], want.y[i]) for i in range(until)), default=0.0)
@@ -400,44 +308,41 @@ def bound_of(noise: Sequence[Noise]) -> float:
 def assert_chain(steps: Sequence[Step], bound: float) -> None:
     """Equal up to the first value that is rounded otherwise, and from there on as noisy as the CPU executor alone."""
     for i, step in enumerate(steps):
-        assert step.before < SAME, f"step {i}: a layer before the first other rounding differs by {step.before:.1e}"
-        if step.first is None:
-            assert step.logits < SAME, f"step {i}: nothing was rounded otherwise, but logits differ by {step.logits:.1e}"
-        else:
-            assert step.logits < bound, f"step {i}: {step.logits:.1e} after {step.flips} other roundings, of {bound:.1e}"
+        assert step.before < SAME, f"step {i}: a layer before the first other rounding is off by {step.before:.1e}"
+        assert step.logits < (SAME if step.first is None else bound), f"step {i}: {step}, bound {bound:.1e}"
 
 
-# ------------------------------------------------------------------------------------------------------ ties, found
+# ------------------------------------------------------------------------------------------------------------ text
 
 
-def nearest_ties(executor: CudaExecutor, tried: int, wanted: int) -> list[tuple[F32, NDArray[np.int32]]]:
-    """Of `tried` random inputs a layer, the `wanted` whose experts' intermediate values come closest to a rounding tie,
-    by the CPU's rows: (h [layers, n_embd], ids [layers, k]) for as many steps. For types that round to Q8_0."""
-    store: Any = executor.store
-    cpu, rng = CpuHidden(store), np.random.default_rng(7)
-    best: list[list[tuple[float, F32, NDArray[np.int32]]]] = []
-    for i, spec in enumerate(store.order):
-        block = executor.model.blocks[spec.layer]
-        h = rng.standard_normal((tried, executor.model.n_embd)).astype(np.float32)
-        x = norm(torch.from_numpy(h).to(executor.device), block.ffn_norm, block.eps)[0].x.cpu().numpy()
-        found = []
-        for row in range(tried):
-            ids = rng.permutation(spec.experts)[: store.top_k].astype(np.int32)
-            blocks = cpu.rows(i, x[row], ids).reshape(-1, 32)
-            steps = np.abs(blocks) * (np.float32(127) / np.abs(blocks).max(-1, keepdims=True))
-            tie = np.abs(steps - np.floor(steps) - 0.5) / np.maximum(steps, 1e-3)
-            found.append((float(tie.min()), h[row], ids))
-        best.append(sorted(found, key=lambda f: f[0])[:wanted])
-    return [(np.stack([b[j][1] for b in best]), np.stack([b[j][2] for b in best])) for j in range(wanted)]
+@dataclass(frozen=True)
+class Text:
+    """A greedy text of the CPU executor, its logits along it, and how far one unit in the last place moves a logit."""
+
+    tokens: list[int]
+    logits: F32
+    noise: float
+
+    @classmethod
+    def of(cls, path: Path, folder: Path, n: int, nudges: int = 24) -> Text:
+        nudged = Nudged(path, folder, 512)
+        try:
+            tokens = nudged.greedy(1, n)
+            noise = max(r.change for r in nudged.runs(tokens, nudges))
+            logits = np.stack([nudged.step(token, i) for i, token in enumerate(tokens)])
+        finally:
+            nudged.close()
+        return cls(tokens, logits, noise)
 
 
-def with_steps(bench: Bench, steps: Sequence[tuple[F32, NDArray[np.int32]]]) -> Bench:
-    """`bench` with these inputs and routes in place of its tokens', and the resident experts' answers to them."""
-    executor = load_cached(bench.path, bench.device, None, decode_rows=1, **bench.options)
-    forced = ForcedLayers(executor)
-    seen = []
-    for h, ids in steps:
-        forced.tap.play(ids[None].astype(np.int64))
-        seen.append(forced.run(h))
-    executor.store.close()
-    return Bench(bench.path, bench.device, bench.options, [], seen, bench.decoded, b"")
+def along(executor: CudaExecutor, tokens: Sequence[int]) -> F32:
+    """Logits [tokens, vocabulary] of a run on its own KV and its own routes."""
+    return np.stack([executor.forward(rows([t], i, [0]))[0].copy() for i, t in enumerate(tokens)])
+
+
+def assert_says_the_same(got: F32, want: F32, noise: float) -> None:
+    """The same next token wherever no two logits could change places by twice the noise; that is most of a text."""
+    top = np.sort(want, -1)
+    decided = top[:, -1] - top[:, -2] > 2 * NOISE * noise
+    assert decided.mean() > 0.5
+    np.testing.assert_array_equal(got.argmax(-1)[decided], want.argmax(-1)[decided])

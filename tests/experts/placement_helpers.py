@@ -68,9 +68,6 @@ class Seen:
     weights: F32
     planes: list[tuple[int, NDArray[np.int8], F32]]
 
-    def on_cpu(self) -> NDArray[np.bool_]:
-        return self.slots < 0
-
 
 class RecordingOps(CudaOps):
     """The product's pass, with `kept` filled on the way."""
@@ -136,7 +133,7 @@ class Recorded:
         self.executor = executor
         self.tap = executor.store.hook if isinstance(executor.store.hook, Tap) else hooked(executor)
         self.kept = Tensors()
-        decode, executor_ops = executor._decode, CudaOps
+        decode = executor._decode
 
         def ops(rows: Rows) -> CudaOps:
             made = RecordingOps(rows, executor.cells.caches, executor.ropes, executor.store, executor.first)
@@ -155,7 +152,6 @@ class Recorded:
                 self._recording = False
 
         self._recording = False
-        assert issubclass(RecordingOps, executor_ops)
         executor._ops = ops  # type: ignore[method-assign]
         executor._decode = recorded  # type: ignore[method-assign]
 
@@ -192,18 +188,18 @@ class ForcedLayers:
         store = self.executor.store
         with self.executor._on_device():
             self.h.copy_(torch.from_numpy(np.ascontiguousarray(h)))
-            if self.graph is None and self.executor.captures:
-                self._queue()
-                torch.cuda.synchronize(self.executor.device)
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
-                    self._queue()
             store.start()
             if self.graph is None:
                 self._queue()
             else:
                 self.graph.replay()
             self.executor._wait()
+            if self.graph is None and self.executor.captures:  # every kernel is loaded now
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self._queue()
+                self.graph.replay()
+                self.executor._wait()
             store.finish(1, waited=True)
         return _read(self.kept, self.tap)
 

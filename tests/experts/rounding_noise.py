@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 from store_helpers import rows
 
+from compat.synth import make
 from ftgguf import _ggml_cpu as native
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
@@ -39,14 +41,12 @@ class Noise:
     routed: bool
 
 
-def on_cpu(path: Path, n_cells: int = 256) -> GgmlExecutor:
-    """The CPU executor on one thread, float32 KV."""
+def on_cpu(path: Path, n_cells: int, kv: str) -> GgmlExecutor:
+    """The CPU executor on one thread."""
     gguf = open_gguf(path)
     source = GgmlSource(gguf, native.Backend(1), Layout.PLAIN)
     model = family(gguf.architecture)(source, read_numbers(gguf), ContextConfig())
-    return GgmlExecutor(
-        source, model, n_cells=n_cells, max_rows=16, threads=1, threads_batch=1, type_k="f32", type_v="f32"
-    )
+    return GgmlExecutor(source, model, n_cells=n_cells, max_rows=16, threads=1, threads_batch=1, type_k=kv, type_v=kv)
 
 
 class _Routes:
@@ -61,14 +61,14 @@ class _Routes:
 class Nudged:
     """A CPU executor over a copy of `path` in which values of `NAME` can be replaced: the file is mapped."""
 
-    def __init__(self, path: Path, folder: Path, n_cells: int) -> None:
+    def __init__(self, path: Path, folder: Path, n_cells: int, kv: str = "f32") -> None:
         self.copy = folder / f"nudged-{path.name}"
         shutil.copy(path, self.copy)
         info = open_gguf(self.copy).tensors[NAME]
         self.at, self.count = info.offset, info.n_elements
         self.file = os.open(self.copy, os.O_RDWR)
         self.values = np.frombuffer(os.pread(self.file, info.nbytes, self.at), np.float32)
-        self.executor = on_cpu(self.copy, n_cells)
+        self.executor = on_cpu(self.copy, n_cells, kv)
         self.routes: Any = _Routes()
         self.executor.trace = self.routes
 
@@ -123,6 +123,65 @@ class Nudged:
                 break
         return found
 
+    def runs(self, tokens: list[int], count: int) -> list[Noise]:
+        """`count` runs over all tokens on their own KV, each with another value one unit in the last place larger:
+        the errors of the whole run. Nothing is looked for: ties come by themselves, where there are any."""
+
+        def run() -> tuple[F32, Any]:
+            steps = [(self.step(token, i), self.routes.ids) for i, token in enumerate(tokens)]
+            return np.stack([s for s, _ in steps]), np.stack([r for _, r in steps])
+
+        want, routes = run()
+        found = []
+        for index in np.random.default_rng(1).choice(self.count, count, replace=False):
+            self.put(index, np.nextafter(self.values[index], np.float32(np.inf)))
+            got, other = run()
+            self.put(index, self.values[index])
+            a, b = got.astype(np.float64), want.astype(np.float64)
+            error = float(((a - b) ** 2).sum() / (b**2).sum())
+            found.append(Noise(error, float(np.abs(a - b).max()), bool((routes == other).all())))
+        return found
+
+    def greedy(self, first: int, n: int) -> list[int]:
+        """`first` and what the CPU executor says after it, `n` tokens in all."""
+        tokens = [first]
+        while len(tokens) < n:
+            tokens.append(int(self.step(tokens[-1], len(tokens) - 1).argmax()))
+        return tokens
+
     def close(self) -> None:
         os.close(self.file)
         self.copy.unlink()
+
+
+MODELS: dict[str, Any] = {
+    "F32": "F32",
+    "F16": "F16",
+    "F16 experts, Q8_0": {"*_exps.weight": "F16", "*": "Q8_0"},
+    "Q8_0": "Q8_0",
+    "MXFP4 experts, Q8_0": {"*_exps.weight": "MXFP4", "*": "Q8_0"},
+    "Q4_K and Q6_K experts, Q8_0": {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"},
+    "Q4_K_M": {"*ffn_down_exps.weight": "Q6_K", "*attn_v.weight": "Q6_K", "output.weight": "Q6_K", "*": "Q4_K"},
+    "IQ4_XS experts, Q8_0": {"*_exps.weight": "IQ4_XS", "*": "Q8_0"},
+}
+
+
+def main() -> None:
+    """The table of docs/measurements/placement.md: 12 layers of 32 experts, 8 a token, 40 nudges a model."""
+    tokens = [int(t) for t in np.random.default_rng(0).integers(3, 300, 40)]
+    sizes = {"n_layer": 12, "n_expert": 32, "n_expert_used": 8, "n_embd": 512, "n_ff_expert": 256}
+    print("| weights | KV | least | median | largest | other experts |\n|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, types in MODELS.items():
+            path = make("qwen3moe", Path(folder) / "m.gguf", types=types, **sizes)
+            for kv in ("f32", "f16"):
+                nudged = Nudged(path, Path(folder), 256, kv)
+                noise = nudged.noise(tokens, 40)
+                nudged.close()
+                same = np.quantile([n.nmse for n in noise if n.routed], [0, 0.5, 1])
+                cells = [name, kv, *(f"{v:.1e}" for v in same), str(sum(not n.routed for n in noise))]
+                print("|", " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,24 +20,24 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="the GPU path needs triton")
 
 from placement_checks import (  # noqa: E402
-    BROKEN,
     LAYER,
+    PASS,
     SAME,
     Bench,
+    Text,
+    along,
     assert_chain,
-    assert_fault_shows,
     assert_layers_same,
+    assert_says_the_same,
     bound_of,
-    jitter,
     layers_under,
-    nearest_ties,
     placings,
     steps_under,
-    with_steps,
 )
+from placement_faults import BROKEN, assert_fault_shows, jitter, nearest_ties, with_steps  # noqa: E402
 from placement_helpers import nmse  # noqa: E402
 from rounding_noise import Nudged  # noqa: E402
-from store_helpers import decoded  # noqa: E402
+from store_helpers import decoded, load_cached  # noqa: E402
 
 from compat.synth import make  # noqa: E402
 
@@ -82,15 +82,14 @@ def placed(bench: Bench) -> dict[str, Any]:
     return placings(len(bench.seen[0].y), EXPERTS, K)
 
 
-@pytest.mark.parametrize(
-    "kind", [k if k != "IQ4_XS" else pytest.param(k, marks=pytest.mark.slow) for k in TYPES]
-)
+@pytest.mark.parametrize("kind", [k if k != "IQ4_XS" else pytest.param(k, marks=pytest.mark.slow) for k in TYPES])
 def test_a_layer_is_the_same_for_every_placement(benches: Any, kind: str) -> None:
     """Each layer on the resident run's input. Where experts run on the device, nothing differs at all."""
-    bench = benches(kind, 2 if TYPES[kind][1]["n_layer"] > 1 else 1)
+    bench = benches(kind, {"F32": 3, "F16": 3, "Q8_0": 2}.get(kind, 1))
     for name, placing in placed(bench).items():
         with bench.placed(placing) as executor:
-            found = layers_under(bench, executor)
+            found = layers_under(bench, executor, slice(1))
+        print(kind, name, found)
         assert_layers_same(found)
         if name in ("hit", "filled"):
             assert found.raw == 0
@@ -101,9 +100,10 @@ def test_a_rounding_tie_is_the_whole_difference(benches: Any) -> None:
     the layer by 1e-9 to 1e-6, and by exactly what the other rounding brings."""
     bench = benches("Q8_0", 2)
     with bench.placed(placed(bench)["cpu"]) as executor:
-        ties = with_steps(bench, nearest_ties(executor, 300, 8))
+        ties = with_steps(bench, nearest_ties(executor, 2000, 8))
         found = layers_under(ties, executor)
     assert_layers_same(found)
+    print(found)
     assert found.flips > 0
     assert found.raw > 100 * LAYER
 
@@ -119,7 +119,7 @@ def test_a_fault_shows(benches: Any, fault: str) -> None:
 def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None:
     """Decode steps after the same prefill. Nothing passes a tie here by itself; with the CPU's sums worse by a
     thousand times something does, and the logits then are as far off as one tie on the CPU executor brings."""
-    bench = benches("Q8_0", 3, 3)
+    bench = benches("Q8_0", 2)
     nudged = Nudged(bench.path, tmp_path, 256)
     bound = bound_of(nudged.noise(bench.tokens, 12))
     nudged.close()
@@ -130,11 +130,12 @@ def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None
             if by:
                 jitter(executor, by)
             steps = steps_under(bench, executor)
+        print(name, by, steps, f"bound {bound:.1e}")
         assert_chain(steps, bound)
         if by:
             apart = [s for s in steps if s.first is not None]
         else:
-            assert all(s.before < LAYER for s in steps)
+            assert all(s.before < PASS for s in steps)
     assert apart
     assert max(s.logits for s in apart) > SAME
 
@@ -142,11 +143,30 @@ def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None
 @pytest.mark.parametrize(("kind", "bound"), [("F32", 1e-10), ("F16", SAME)])
 def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(benches: Any, kind: str, bound: float) -> None:
     """Each run on its own KV, routed as the resident run was; and as far from the float reference as that."""
-    bench = benches(kind, 6)
+    bench = benches(kind, 3)
     want = bench.reference.logits(bench.tokens, bench.decoded.ids)
     resident = nmse(bench.decoded.logits, want)
-    for name in ("filled", "cpu", "mixed 25 %"):
+    for name in ("cpu", "mixed 25 %"):
         with bench.placed(placed(bench)[name]) as executor:
             got = decoded(executor, bench.tokens, replay=bench.decoded)
+        print(kind, name, f"NMSE {got.nmse(bench.decoded):.1e}, to the reference {nmse(got.logits, want):.1e}")
         assert got.nmse(bench.decoded) < bound
         assert nmse(got.logits, want) < max(1.5 * resident, 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("names", "tokens"), [(["mixed 25 %"], 2), pytest.param(["hit", "cpu", "mixed 50 %"], 12, marks=pytest.mark.slow)]
+)
+def test_the_text_is_the_same(stories_moe: Callable[..., Path], tmp_path: Path, names: list[str], tokens: int) -> None:
+    """The beginning of a real text, on every run's own KV and routes, as the CPU executor has it: random weights would
+    do for the sums, but only a trained model is decided about its next token."""
+    path = stories_moe("llama", "Q8_0")
+    text = Text.of(path, tmp_path, 256)
+    for name in names:
+        placing = placings(5, 8, 2)[name]
+        executor = load_cached(path, DEVICE, placing.slots, decode_rows=1, warm=placing.warm)
+        store: Any = executor.store
+        store.force_split(*placing.split)
+        assert_says_the_same(along(executor, text.tokens[:tokens]), text.logits[:tokens], text.noise)
+        placing.check(store.statistics().sum(0))
+        store.close()
