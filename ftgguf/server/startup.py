@@ -47,6 +47,7 @@ def block(ready: Ready, name: str, urls: list[str], template: str = "") -> str:
     rows.append(("context", context + (f" (trained on {train})" if train else "")))
     rows.append(("template", template))
     rows.append(("memory", _memory(info)))
+    rows.append(("VRAM", _vram(info)))
     rows += [("note", str(note)) for note in info.get("notes", ())]
     rows += [("address", url) for url in urls]
     lines = [f"ftgguf {__version__}"]
@@ -105,6 +106,16 @@ def _memory(info: dict[str, Any]) -> str:
     if info.get("layout"):
         parts.append(f"weights {info['layout']} ({info.get('layout_reason', '')})".replace(" ()", ""))
     return "; ".join(parts)
+
+
+def _vram(info: dict[str, Any]) -> str:
+    """What the engine holds on the GPU, by purpose, and what it may: `512.0 MiB of 2.0 GiB (--vram-budget): KV ...`."""
+    held: dict[str, int] = info.get("vram", {})
+    if not held or "vram_budget" not in info:
+        return ""
+    parts = ", ".join(f"{name} {size_text(size)}" for name, size in held.items() if size)
+    budget = f"{size_text(info['vram_budget'])} ({info.get('vram_budget_reason', '')})"
+    return f"{size_text(sum(held.values()))} of {budget}: {parts}"
 
 
 def example(url: str, key: bool) -> str:

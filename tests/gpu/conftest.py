@@ -26,12 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips without a device; tests that want it for themselves come last, or workers would wait for each other."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available() and not (SIMULATED and item.path.name.startswith("test_serve")):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device (torch.cuda.is_available() is false)"))
+    items.sort(key=lambda item: any(m.args == ("alone",) for m in item.iter_markers("xdist_group")))
     shard = os.environ.get("FTGGUF_SHARD")
     if shard:
         index, count = map(int, shard.split("/"))

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 HOOKS = Path(__file__).parent / "hooks"
 REAL = torch.cuda.is_available()
 SIMULATED_MIB = 8192
-START_S = 150.0 if REAL else 60.0
+START_S = 150.0 if REAL else 280.0
 
 GRAPHS_MIB = 96 if REAL else 1
 """`engine.load_cached.GRAPHS`, which the hooks lower for the small models of the simulation."""

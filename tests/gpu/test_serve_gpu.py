@@ -184,16 +184,14 @@ def test_without_capture_the_text_is_the_same() -> None:
 
 
 @pytest.mark.xdist_group("drafts")
-@pytest.mark.parametrize("kind", ["ngram-simple", "ngram-mod"] if REAL else ["ngram-simple"])
-def test_drafts_change_nothing(kind: str) -> None:
+def test_drafts_change_nothing() -> None:
     """A text that repeats itself, so that n-grams are found; the CPU answers without drafts."""
     tokens = prompt(24, seed=4) * 3
-    tuned = ["--spec-ngram-simple-size-n", "2"] if kind == "ngram-simple" else []
-    with server(moe(), "-c", str(CONTEXT), "-np", "1", "--spec-type", kind, *tuned) as running:
+    kinds = ("--spec-type", "ngram-simple,ngram-mod", "--spec-ngram-simple-size-n", "2")
+    with server(moe(), "-c", str(CONTEXT), "-np", "1", *kinds) as running:
         got = greedy(running, tokens, MANY)
         same(got, reference(moe(), tokens, MANY), ROUGH)
-        if kind == "ngram-simple" and REAL:
-            assert got.drafted > 0
+        assert got.drafted > 0 or not REAL  # six tokens may repeat nothing
 
 
 @pytest.mark.xdist_group("kv")

@@ -179,7 +179,6 @@ def test_the_recorded_routes_are_what_bench_cache_reads(hybrid: Server) -> None:
 MODES: dict[str, tuple[tuple[str, ...], str | None]] = {
     "offload": (("--moe-mode", "offload"), "fill"),
     "cpu": (("--moe-mode", "cpu"), "cpu"),
-    "auto": (("--moe-mode", "auto"), ""),
     "lru": (("--expert-policy", "lru", "--expert-cache", "1"), ""),
     "cmoe": (("-cmoe",), ""),
     "ncmoe": (("-ncmoe", "1"), ""),
@@ -284,7 +283,7 @@ def test_the_budget_is_never_exceeded(what: str) -> None:
         running = Server(moe(), *flags, "--vram-budget", str(budget), shares=False)
         least = before
         try:
-            for i, length in enumerate((3, 40, 300, 2000, 4000)):
+            for i, length in enumerate((3, 40, 300, 900, 1900)):
                 greedy(running, prompt(length, seed=50 + i), FEW, cache_prompt=False)
                 greedy(running, prompt(length, seed=60 + i), 2, cache_prompt=False)  # captured by now
                 least = min(least, device_mib())

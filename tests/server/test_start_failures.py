@@ -20,11 +20,12 @@ import pytest
 
 from ftgguf.chat.template import load_templates
 from ftgguf.engine.devices import list_devices
+from ftgguf.engine.messages import Ready
 from ftgguf.flags import parse_server
 from ftgguf.pull.layers import NO_EXTRAS, apply_template
 from ftgguf.server.engine_client import EngineClient
 from ftgguf.server.errors import ApiError
-from ftgguf.server.startup import no_gpu, template_text
+from ftgguf.server.startup import block, no_gpu, template_text
 
 ROOT = Path(__file__).parents[2]
 NO_GPU = not list_devices()
@@ -148,6 +149,16 @@ def test_layers_for_a_gpu_that_is_not_there_are_said() -> None:
     for flags in ([], ["-ngl", "0"], ["-ngl", "99", "-dev", "none"]):
         assert no_gpu(parse_server(["-m", "x", *flags], {}), cpu) == ""
     assert no_gpu(parse_server(["-m", "x", "-ngl", "99"], {}), {"device": "CUDA0"}) == ""
+
+
+def test_the_start_says_what_is_held_on_the_gpu() -> None:
+    info = {
+        "device": "CUDA0", "device_name": "GPU", "vram": {"weights": 3 << 20, "experts": 0, "KV": 1 << 20},
+        "vram_budget": 2 << 30, "vram_budget_reason": "--vram-budget",
+    }  # fmt: skip
+    text = block(Ready(info=info, n_ctx=64, n_slots=1), "m", [])
+    assert "VRAM     4.0 MiB of 2.0 GiB (--vram-budget): weights 3.0 MiB, KV 1.0 MiB" in text
+    assert "VRAM" not in block(Ready(info={"device": "CPU"}, n_ctx=64, n_slots=1), "m", [])
 
 
 @pytest.mark.skipif(not NO_GPU, reason="needs a machine without a GPU")
