@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftgguf.bench import host
@@ -65,8 +65,8 @@ def best_placements(
     prompt = min(PROMPT, config.context.size - GEN - 64)
     shared = without(peer_flags(flags), SWEPT)
 
-    def measure(n_cpu_moe: int, ubatch: int) -> Trial:
-        trial = Trial(n_cpu_moe, ubatch)
+    def measure(n_cpu_moe: int, ubatch: int, mapped: bool) -> Trial:
+        trial = Trial(n_cpu_moe, ubatch, mapped=mapped)
         say(f"sweep: {' '.join(trial.flags)}")
         command = peer_command(peer, [*shared, *trial.flags, *shlex.split(options.peer_args)])
         found = measured(trial, command, options.timeout, prompt, budget)
@@ -104,7 +104,6 @@ def kept(report: Report, found: Found) -> dict[str, list[str]]:
 def measured(trial: Trial, command: list[str], timeout: float, prompt: int, budget: int) -> Trial:
     """The trial with its memory, and with its speeds if it fits `budget` bytes: `prompt` tokens read, then GEN written,
     after a warm-up. A server that dies, hangs or cannot be measured is a trial with an error."""
-    n, moe = trial.ubatch, trial.n_cpu_moe
     with tempfile.TemporaryDirectory(prefix="ftgguf-sweep-") as folder:
         server = Server(command, Path(folder) / "log.txt", timeout, peer_environment())
         try:
@@ -114,15 +113,15 @@ def measured(trial: Trial, command: list[str], timeout: float, prompt: int, budg
                 assert server.memory is not None
                 server.memory.look()
                 if not server.memory.vram_peak:
-                    return Trial(moe, n, error="nvidia-smi shows no memory of it: its VRAM cannot be measured")
+                    return replace(trial, error="nvidia-smi shows no memory of it: its VRAM cannot be measured")
                 if server.memory.vram_peak > budget:
-                    return Trial(moe, n, server.memory.vram_peak)
+                    return replace(trial, vram=server.memory.vram_peak)
                 pp = prompt / target.complete([i % 500 for i in range(prompt)], 1).ttft
                 tg = target.complete(list(range(16)), GEN).decode_rate
                 server.memory.look()
-                return Trial(moe, n, server.memory.vram_peak, pp, tg)
+                return replace(trial, vram=server.memory.vram_peak, pp=pp, tg=tg)
         except (ServerError, RequestFailed) as error:
-            return Trial(moe, n, error=_why(str(error), server))
+            return replace(trial, error=_why(str(error), server))
 
 
 def _why(error: str, server: Server) -> str:

@@ -29,11 +29,16 @@ class Trial:
     pp: float = 0.0
     tg: float = 0.0
     error: str = ""
+    mapped: bool = True
+    """The file is mapped, llama.cpp's default; else read into memory, which CUDA can pin, so that experts on the CPU
+    reach the GPU faster for prompts."""
 
     @property
     def flags(self) -> list[str]:
         batch = ["-b", str(max(USUAL_BATCH, self.ubatch)), "-ub", str(self.ubatch)]
-        return ["-ngl", "99", "--n-cpu-moe", str(self.n_cpu_moe), *batch, "-fa", "on"]
+        return ["-ngl", "99", "--n-cpu-moe", str(self.n_cpu_moe), *batch, "-fa", "on"] + (
+            [] if self.mapped else ["--load-mode", "none"]
+        )
 
     @property
     def seconds(self) -> float:
@@ -47,15 +52,15 @@ class Trial:
 
     def describe(self) -> str:
         """One line for the report."""
-        what = f"--n-cpu-moe {self.n_cpu_moe} -ub {self.ubatch}"
+        what = f"--n-cpu-moe {self.n_cpu_moe} -ub {self.ubatch}" + ("" if self.mapped else " --load-mode none")
         if self.error:
             return f"{what}: {self.error[:200]}"
         speeds = f", pp {self.pp:.1f}, tg {self.tg:.1f} tok/s" if self.pp else ""
         return f"{what}: {self.vram / 2**20:.0f} MiB{speeds}"
 
 
-Measure = Callable[[int, int], Trial]
-"""(n_cpu_moe, ubatch) -> Trial, with speeds where it fits the budget."""
+Measure = Callable[[int, int, bool], Trial]
+"""(n_cpu_moe, ubatch, whether the file is mapped) -> Trial, with speeds where it fits the budget."""
 
 
 class BudgetError(RuntimeError):
@@ -79,9 +84,15 @@ class Found:
     left_out: tuple[int, ...] = ()
 
 
+def _best(done: Sequence[Trial]) -> tuple[Trial, Trial, Trial]:
+    """The quickest for the whole job, for reading and for writing."""
+    return min(done, key=lambda t: t.seconds), max(done, key=lambda t: t.pp), max(done, key=lambda t: t.tg)
+
+
 class Sweep:
     """One search. For each physical batch the fewest layers of experts on the CPU that fit (memory falls with them, and
-    a larger batch needs at least as many as a smaller one), with the speeds there.
+    a larger batch needs at least as many as a smaller one), with the speeds there; then the best of them with the file
+    read instead of mapped.
 
     `layer_bytes`: the experts of each layer, which is what a layer more on the CPU frees. Each trial is a start of the
     server, so the file's sizes tell where to look: a trial or two, and what lies within MARGIN of the budget is
@@ -122,13 +133,12 @@ class Sweep:
             low = trial.n_cpu_moe
         if not done:
             raise self._hopeless()
-        return Found(
-            min(done, key=lambda t: t.seconds),
-            max(done, key=lambda t: t.pp),
-            max(done, key=lambda t: t.tg),
-            self.tried,
-            tuple(left_out),
-        )
+        for trial in dict.fromkeys(_best(done)):
+            if trial.n_cpu_moe and not self._late():
+                read = self._measure(trial.n_cpu_moe, trial.ubatch, False)
+                self.tried.append(read)
+                done += [read] if read.fits(self._budget) else []
+        return Found(*_best(done), self.tried, tuple(left_out))
 
     def _fewest(self, ubatch: int, first: int) -> Trial | None:
         """The trial at the smallest N from `first` on that fits; None if none does."""
@@ -137,7 +147,7 @@ class Sweep:
         failed = False  # whether what was too much did not run at all
         n = self._guess(first)
         while low < n < high:
-            trial = self._measure(n, ubatch)
+            trial = self._measure(n, ubatch, True)
             self.tried.append(trial)
             if trial.fits(self._budget):
                 found, high = trial, n

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,11 @@ SIZES = Sizes((300 * MIB,) * LAYERS, 500 * MIB)
 EXPERTS = [300 * MIB] * 48
 
 
-def gpu(n: int, ubatch: int) -> Trial:
-    """48 layers of 300 MiB of experts, 1500 MiB besides, 0.5 MiB a row of the batch; fewer on the CPU is faster."""
+def gpu(n: int, ubatch: int, mapped: bool = True) -> Trial:
+    """48 layers of 300 MiB of experts, 1500 MiB besides, 0.5 MiB a row of the batch; fewer on the CPU is faster. A file
+    that is read is no faster."""
     vram = (1500 + 300 * (48 - n) + ubatch // 2) * MIB
-    return Trial(n, ubatch, vram, pp=400.0 * ubatch**0.5 / (1 + n / 12), tg=100.0 / (1 + n / 12))
+    return Trial(n, ubatch, vram, pp=400.0 * ubatch**0.5 / (1 + n / 12), tg=100.0 / (1 + n / 12), mapped=mapped)
 
 
 def all_settings(budget: int) -> list[Trial]:
@@ -49,14 +51,14 @@ def test_it_finds_the_best_of_all_settings(mib: int, besides: int) -> None:
     assert found.reading.pp == max(t.pp for t in all_settings(mib * MIB))
     assert found.writing.tg == max(t.tg for t in all_settings(mib * MIB))
     assert all(t.fits(mib * MIB) for t in (found.best, found.reading, found.writing))
-    assert len(found.tried) <= 3 * 3
+    assert len(found.tried) <= 3 * 3 + 3
 
 
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=60), st.integers(0, 30000), st.integers(-60, 60))
 def test_uneven_layers_and_sums_that_are_a_little_wrong(sizes: list[int], mib: int, wrong: int) -> None:
     """The smallest N that fits, found by trying every one; each start of the server counts."""
 
-    def measure(n: int, ubatch: int) -> Trial:
+    def measure(n: int, ubatch: int, mapped: bool = True) -> Trial:
         vram = (1000 + sum(sizes[n:]) + (wrong if n % 2 else 0)) * MIB
         return Trial(n, ubatch, vram, 100.0, 10.0)
 
@@ -73,6 +75,20 @@ def test_uneven_layers_and_sums_that_are_a_little_wrong(sizes: list[int], mib: i
         assert found.n_cpu_moe == fitting[0]
 
 
+def test_a_file_that_is_read_is_tried_where_experts_are_on_the_cpu() -> None:
+    """It wins prompts alone: a side of its own. With all experts on the GPU it changes nothing, and costs no start."""
+
+    def pinned(n: int, ubatch: int, mapped: bool) -> Trial:
+        trial = gpu(n, ubatch, mapped)
+        return trial if mapped else replace(trial, pp=2 * trial.pp, tg=trial.tg / 9)
+
+    found = Sweep(pinned, EXPERTS, 8000 * MIB).run()
+    assert (found.reading.mapped, found.writing.mapped) == (False, True)
+    assert found.reading.flags[-2:] == ["--load-mode", "none"]
+    assert "--load-mode none" in found.reading.describe()
+    assert all(t.mapped for t in Sweep(pinned, EXPERTS, 10**12).run().tried)
+
+
 def test_no_time_for_larger_batches_is_said() -> None:
     found = Sweep(gpu, EXPERTS, 8000 * MIB, late=lambda: True).run()
     assert found.best.ubatch == 512
@@ -83,13 +99,13 @@ def test_a_budget_that_cannot_be_met_says_what_is_needed() -> None:
     with pytest.raises(BudgetError, match="does not fit 1000 MiB of VRAM: it takes 1756 MiB at least"):
         Sweep(gpu, EXPERTS, 1000 * MIB).run()
     with pytest.raises(BudgetError, match="runs with none of the settings that would fit: no CUDA"):
-        Sweep(lambda n, u: Trial(n, u, error="no CUDA"), EXPERTS, 1000 * MIB).run()
+        Sweep(lambda n, u, m: Trial(n, u, error="no CUDA"), EXPERTS, 1000 * MIB).run()
 
 
 def test_settings_that_crash_are_passed_over() -> None:
     """Out of memory at load is an error and not a number, so that halving takes the place of reckoning."""
 
-    def crashing(n: int, ubatch: int) -> Trial:
+    def crashing(n: int, ubatch: int, mapped: bool) -> Trial:
         trial = gpu(n, ubatch)
         return trial if trial.vram <= 8000 * MIB else Trial(n, ubatch, error="out of memory")
 
@@ -101,7 +117,7 @@ def test_settings_that_crash_are_passed_over() -> None:
 def test_work_that_takes_more_memory_than_loading_moves_one_layer_on() -> None:
     """What does not fit when it is loaded is not asked to work, so that its memory says less than it would take."""
 
-    def growing(n: int, ubatch: int) -> Trial:
+    def growing(n: int, ubatch: int, mapped: bool) -> Trial:
         trial = gpu(n, ubatch)
         worked = trial.fits(8000 * MIB)
         return Trial(n, ubatch, trial.vram + 200 * MIB * worked, trial.pp * worked, trial.tg * worked)
