@@ -1,12 +1,17 @@
 #!/bin/sh
 # Everything that needs a CUDA machine, in one go: sets a bare one up, checks the engine and the kernels, times both.
 # Usage: run_all.sh OUT_DIR [CARRIED]
-# CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, and site/ with a built llama_cpp package and
-# site/include with ggml's headers. Needs torch, triton, nanobind, cmake, a C++ compiler.
+# CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, site/ with a built llama_cpp package and
+# site/include with ggml's headers, peer.tar.xz with llama.cpp built for CUDA (pack/llama-server, its libraries beside it).
+# Needs torch, triton, nanobind, cmake, a C++ compiler.
 # LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels against". LLAMA_BENCH:
 # a llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is there).
-# `against` (only where asked for) is the whole comparison over HTTP: LLAMA_SERVER: a llama-server built with CUDA;
-# BUDGETS: MiB of VRAM for each side, 0 for all; AGAINST_LIMIT: seconds for each, after which what is there is reported.
+# `against` (only where asked for) is the whole comparison over HTTP, and an agent's sessions. LLAMA_SERVER: a llama-server
+# built with CUDA, instead of the carried one. BUDGETS: MiB of VRAM for each side, 0 for all; TRACE: the budget of the
+# sessions, empty for none; the peer's placement is that found for the same budget before. AGAINST_LIMIT, TRACE_LIMIT:
+# seconds for each report: no round is begun that would end later, and 25 s after that it is cut, with what is there.
+# AGAINST_ARGS, TRACE_ARGS: what is measured. Tables of all reports are in against.md, each report in a JSON and an HTML
+# file, everything else in log.txt: eight files for two budgets.
 set -u
 out=$1
 carried=${2:-.gpucarry}
@@ -17,6 +22,7 @@ site=${SITE:-/tmp/ftgguf-site}
 export PYTHONPATH="$site:$PWD" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 [ -e ftgguf/kernels ] || ln -s ../kernels ftgguf/kernels
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+log=$out/log.txt
 case $what in *build*)
     start=$(date +%s)
     mkdir -p "$site"
@@ -24,11 +30,11 @@ case $what in *build*)
         --no-cache-dir --upgrade --target "$site" "$carried"/whl/*.whl
     [ -d "$carried/site" ] && cp -a "$carried"/site/. "$site"/
     cmake -S . -B /tmp/ftgguf-build -G Ninja -DCMAKE_BUILD_TYPE=Release -DFTGGUF_DEV=ON \
-        -DPython_EXECUTABLE="$(command -v python3)" >"$out/build.log" 2>&1 &&
-        cmake --build /tmp/ftgguf-build >>"$out/build.log" 2>&1 || tail -5 "$out/build.log"
+        -DPython_EXECUTABLE="$(command -v python3)" >>"$log" 2>&1 &&
+        cmake --build /tmp/ftgguf-build >>"$log" 2>&1 || tail -5 "$log"
     cp /tmp/ftgguf-build/_*.so ftgguf/
     echo "built in $(($(date +%s) - start)) s"
-    python3 -m ftgguf.engine.doctor 2>&1 | tee "$out/doctor.txt"
+    python3 -m ftgguf.engine.doctor 2>&1 | tee -a "$log"
     ;;
 esac
 model=${MODEL:-/tmp/qwen3-30b-$layers.gguf}
@@ -51,16 +57,50 @@ case $what in *speed*)
     [ -n "${LLAMA_BENCH:-}" ] && "$LLAMA_BENCH" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 | tee "$out/llama-bench.txt"
     ;;
 esac
+
+# The carried llama-server, with the CUDA libraries of torch's packages or of the toolkit on its search path
+unpack_peer() {
+    mkdir -p /tmp/ftgguf-peer && tar xJf "$carried/peer.tar.xz" -C /tmp/ftgguf-peer || return
+    cuda=$(python3 -c "import glob, os, nvidia
+print(':'.join(sorted({os.path.dirname(f) for r in nvidia.__path__ for f in glob.glob(r + '/**/libcu*.so*', recursive=True)})))" 2>/dev/null)
+    cat >/tmp/ftgguf-peer/llama-server <<END
+#!/bin/sh
+export LD_LIBRARY_PATH="$cuda:/usr/local/cuda/lib64\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+exec /tmp/ftgguf-peer/pack/llama-server "\$@"
+END
+    chmod +x /tmp/ftgguf-peer/llama-server
+    echo /tmp/ftgguf-peer/llama-server
+}
+
+# compare NAME LIMIT BUDGET WORDS...: one report
+compare() {
+    name=$1 limit=$2 budget=$3
+    shift 3
+    [ "$budget" -gt 0 ] && set -- "$@" --vram-budget "$budget"
+    [ "$name" = trace ] && [ -e "$out/against-$budget.json" ] &&
+        swept=$(sed -n 's/.*best in all: \(-ngl[^;"]*\).*/\1/p' "$out/against-$budget.json" | head -1) &&
+        [ -n "$swept" ] && set -- "$@" --peer-args "$swept"
+    echo "== $name" | tee -a "$log" >>"$out/against.md"
+    timeout -k 15 $((limit + 25)) python3 -m ftgguf bench "$@" -m "$model" --against llama.cpp --llama-server "$peer" \
+        --limit "$limit" --timeout 100 --report "$out/$name.json" --html "$out/$name.html" 2>>"$log" >>"$out/against.md"
+    echo "== $name: exit status $? after $(($(date +%s) - began)) s in all" | tee -a "$log"
+}
+
 case $what in *against*)
-    [ -e "$model" ] || python3 -m compat.synth --shape qwen3-30b --layers "$layers" "$model"
-    for budget in ${BUDGETS:-0 4096}; do
-        limit=
-        [ "$budget" -gt 0 ] && limit="--vram-budget $budget"
-        timeout -k 60 "${AGAINST_LIMIT:-420}" python3 -m ftgguf bench -m "$model" --against llama.cpp \
-            --llama-server "${LLAMA_SERVER:-llama-server}" $limit -p 512,8192 -n 128 -d 8192 -r 3 --longest 30 \
-            --timeout 120 --report "$out/against-$budget.json" --html "$out/against-$budget.html" ${AGAINST_ARGS:-} \
-            2>"$out/against-$budget.log" | tee "$out/against-$budget.md"
+    began=$(date +%s)
+    [ -e "$model" ] || python3 -m compat.synth --shape qwen3-30b --layers "$layers" "$model" >>"$log" 2>&1
+    echo "model ready after $(($(date +%s) - began)) s"
+    peer=${LLAMA_SERVER:-}
+    [ -z "$peer" ] && [ -e "$carried/peer.tar.xz" ] && peer=$(unpack_peer)
+    peer=${peer:-llama-server}
+    "$peer" --list-devices 2>&1 | tee -a "$log" | tail -3
+    for budget in ${BUDGETS-0 4096}; do
+        compare "against-$budget" "${AGAINST_LIMIT:-185}" "$budget" \
+            ${AGAINST_ARGS:--p 512,8192 -n 128 -d 8192 -r 5 -ub 2048 --longest 20}
     done
+    [ -n "${TRACE-4096}" ] && compare trace "${TRACE_LIMIT:-80}" "${TRACE-4096}" \
+        trace ${TRACE_ARGS:-ftgguf/data/traces/swe-agent.jsonl -n 64 -r 2 -c 8704 -ub 2048}
+    cat "$out/against.md"
     ;;
 esac
 case $what in *kernels*) sh tests/gpu/run_kernels.sh "$out" ;; esac
