@@ -1,7 +1,8 @@
 """llama.cpp's best placement for a VRAM budget: an unswept baseline is the first thing that a critic looks for.
 
 Flags swept: `--n-cpu-moe N` (the experts of N layers stay on the CPU; fewer is faster and takes more memory) and `-ub`
-(a larger physical batch prefills faster and takes more memory), always with all layers on the GPU and flash attention.
+(a larger physical batch prefills faster and takes more memory), always with all layers on the GPU and flash attention;
+then `--load-mode none` at the best of them, as llama.cpp advises where experts stay on the CPU.
 """
 
 from __future__ import annotations
