@@ -27,7 +27,8 @@ from ftgguf.nouns import F32
 def break_slots(executor: CudaExecutor) -> None:
     """Every slot's address is its neighbour's: wrong experts."""
     store: Any = executor.store
-    store.addresses.copy_(torch.roll(store.addresses, 1))
+    n = len(store.arena.addresses())
+    store.addresses[:n] = torch.roll(store.addresses[:n], 1)
 
 
 def break_fills(executor: CudaExecutor) -> None:
@@ -65,7 +66,7 @@ def break_rank(executor: CudaExecutor) -> None:
         placed = place(*args)
         slots = placed.slots.clone()
         slots[:, -1] = -1
-        return replace(placed, slots=slots)
+        return replace(placed, slots=slots, down=None if placed.down is None else slots)
 
     store.place = lost
 

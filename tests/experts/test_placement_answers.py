@@ -97,12 +97,12 @@ def test_a_layer_is_the_same_for_every_placement(benches: Any, kind: str) -> Non
 
 def test_a_rounding_tie_is_the_whole_difference(benches: Any) -> None:
     """Inputs chosen so that an intermediate value lies at a tie: the CPU rounds some to the other side, which moves
-    the layer by 1e-9 to 1e-6, and by exactly what the other rounding brings."""
+    the layer by up to 1e-5 here, and by exactly what the other rounding brings."""
     bench = benches("Q8_0", 2)
     with bench.placed(placed(bench)["cpu"]) as executor:
-        ties = with_steps(bench, nearest_ties(executor, 2000, 8))
+        ties = with_steps(bench, nearest_ties(executor, 1000, 6))
         found = layers_under(ties, executor)
-    assert_layers_same(found)
+    assert_layers_same(found, reference=0.1)  # a flip in each of a dozen rows of 64
     print(found)
     assert found.flips > 0
     assert found.raw > 100 * LAYER
@@ -146,7 +146,7 @@ def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(benches: Any
     bench = benches(kind, 3)
     want = bench.reference.logits(bench.tokens, bench.decoded.ids)
     resident = nmse(bench.decoded.logits, want)
-    for name in ("cpu", "mixed 25 %"):
+    for name in ("cpu", "shared"):
         with bench.placed(placed(bench)[name]) as executor:
             got = decoded(executor, bench.tokens, replay=bench.decoded)
         print(kind, name, f"NMSE {got.nmse(bench.decoded):.1e}, to the reference {nmse(got.logits, want):.1e}")
@@ -166,7 +166,7 @@ def test_the_text_is_the_same(stories_moe: Callable[..., Path], tmp_path: Path, 
         placing = placings(5, 8, 2)[name]
         executor = load_cached(path, DEVICE, placing.slots, decode_rows=1, warm=placing.warm)
         store: Any = executor.store
-        store.force_split(*placing.split)
+        placing.force(store)
         assert_says_the_same(along(executor, text.tokens[:tokens]), text.logits[:tokens], text.noise)
         placing.check(store.statistics().sum(0))
         store.close()
