@@ -29,6 +29,7 @@ from serve_helpers import (
     Server,
     budget_for,
     command,
+    cores,
     cpu,
     environment,
     greedy,
@@ -418,7 +419,7 @@ def perplexity(text: Path, *flags: str) -> dict[str, Any]:
     with locked("memory", alone=False):
         done = subprocess.run(
             [*line, "-m", str(moe()), *flags], cwd=ROOT, env=environment(), capture_output=True, text=True,
-            timeout=2 * START_S,
+            timeout=2 * START_S, preexec_fn=cores,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

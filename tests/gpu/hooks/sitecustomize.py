@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -158,5 +159,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_next = importlib.machinery.PathFinder.find_spec(
+    "sitecustomize", [p for p in sys.path if Path(p).resolve() != Path(__file__).parent]
+)
+if _next is not None and _next.loader is not None:  # the machine's own
+    _next.loader.exec_module(importlib.util.module_from_spec(_next))
 if CHANGES:
     sys.meta_path.insert(0, _Finder())
