@@ -7,6 +7,7 @@ padding of weights. Weights are rounded to bfloat16 (float16 for F16, float32 as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -178,17 +179,19 @@ def group_pairs(ids: torch.Tensor, slots: int, bm: int) -> Groups:
 
 @triton.jit
 def _expert_tile(
-    order, tile, experts, slot_addr, xg, xu, out, tab_g, tab_u, bias_g, bias_u, scale_g, scale_u,
+    order, tile, table, experts, slot_addr, xg, xu, out, tab_g, tab_u, bias_g, bias_u, scale_g, scale_u,
     offset_g, offset_u, N, top_k, limit, limit2,
     TG: tl.constexpr, TU: tl.constexpr, K: tl.constexpr, A: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, DG: tl.constexpr, DU: tl.constexpr, BIAS: tl.constexpr, SCALE_G: tl.constexpr,
     SCALE_U: tl.constexpr,
 ):  # fmt: skip
     """out [P, N] for the pairs of one tile: activation(gate x, up x) if TG >= 0, the activation of up alone if A >= 0,
-    else the plain product (down). Row p // top_k of x belongs to pair p."""
+    else the plain product (down). Row p // top_k of x belongs to pair p. A tile whose group has no slot in `table` is left
+    out."""
     t = tl.program_id(1)
-    slot_id = tl.load(tile + 3 * t)
-    if slot_id >= 0:
+    group = tl.load(tile + 3 * t)
+    slot_id = tl.load(table + tl.maximum(group, 0))
+    if (group >= 0) & (slot_id >= 0):
         slot = tl.load(slot_addr + slot_id)
         count = tl.load(tile + 3 * t + 2)
         i = tl.arange(0, BM)
@@ -220,14 +223,21 @@ def _expert_tile(
         tl.store(out + at, v.to(out.dtype.element_ty), mask=(n < N)[:, None] & ok[None, :])
 
 
+@functools.cache
+def identity(slots: int, device: torch.device) -> torch.Tensor:
+    """int32 [slots]: the table of groups that are slots themselves."""
+    return torch.arange(slots, dtype=torch.int32, device=device)
+
+
 def _launch(
-    g: Groups, experts: torch.Tensor, slot_addr: torch.Tensor, x: Activations, gate: ExpertMatrix | None,
+    g: Groups, table: torch.Tensor | None, experts: torch.Tensor, slot_addr: torch.Tensor, x: Activations, gate: ExpertMatrix | None,
     up: ExpertMatrix, out: torch.Tensor, top_k: int, activation: int, limit: float, limit2: float, c: TileConfig,
 ) -> None:  # fmt: skip
     first = gate or up
     tensors = (first.bias, up.bias, first.scale, up.scale)
+    table = identity(slot_addr.numel(), slot_addr.device) if table is None else table
     _expert_tile[(triton.cdiv(up.n, c.bn), g.tile.shape[0])](
-        g.order, g.tile, experts, slot_addr, x.tile(tile_dtype(first.type)), x.tile(tile_dtype(up.type)), out,
+        g.order, g.tile, table, experts, slot_addr, x.tile(tile_dtype(first.type)), x.tile(tile_dtype(up.type)), out,
         grid_table(first.type, out.device), grid_table(up.type, out.device),
         *[out if t is None else t for t in tensors], first.offset, up.offset, up.n, top_k, limit, limit2,
         TG=-1 if gate is None else int(gate.type), TU=int(up.type), K=up.k, A=activation, BN=c.bn, BM=g.bm, BK=c.bk,
@@ -249,19 +259,23 @@ def expert_config(rows_per_expert: int, pair: bool, types: Iterable[Type] = ()) 
 
 def gate_up(
     x: Activations, g: Groups, experts: torch.Tensor, slot_addr: torch.Tensor, w: ExpertWeights, top_k: int,
-    config: TileConfig, dtype: torch.dtype = torch.bfloat16,
+    config: TileConfig, dtype: torch.dtype = torch.bfloat16, table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Activated [P, F] of `dtype` for rows x [M, D] grouped by `group_pairs`; pairs without a slot stay unwritten."""
-    out = torch.empty(g.order.numel(), w.up.n, dtype=dtype, device=g.order.device)
-    _launch(g, experts, slot_addr, x, w.gate, w.up, out, top_k, ACTIVATIONS[w.activation], w.limit, w.limit2, config)
+    """Activated [P, F] of `dtype` for rows x [M, D] grouped by `group_pairs`; pairs without a slot stay unwritten.
+    `table` int32 [groups]: each group's slot, or -1; None: the groups are slots."""
+    if out is None:
+        out = torch.empty(g.order.numel(), w.up.n, dtype=dtype, device=g.order.device)
+    _launch(g, table, experts, slot_addr, x, w.gate, w.up, out, top_k, ACTIVATIONS[w.activation], w.limit, w.limit2, config)
     return out
 
 
 def down(
     h: Activations, g: Groups, experts: torch.Tensor, slot_addr: torch.Tensor, w: ExpertMatrix, config: TileConfig,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, table: torch.Tensor | None = None, out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The down product [P, D] of each pair's own row of `h` [P, F]."""
-    out = torch.empty(g.order.numel(), w.n, dtype=dtype, device=g.order.device)
-    _launch(g, experts, slot_addr, h, None, w, out, 1, -1, 0.0, 0.0, config)
+    if out is None:
+        out = torch.empty(g.order.numel(), w.n, dtype=dtype, device=g.order.device)
+    _launch(g, table, experts, slot_addr, h, None, w, out, 1, -1, 0.0, 0.0, config)
     return out

@@ -94,6 +94,37 @@ class ExpertBatch:
         return tiles.down(h, self.groups(config.bm), self.experts, self.slot_addr, w.down, config)
 
 
+class ExpertPieces:
+    """One layer's routed pairs over experts that come in pieces: sorted by expert once, then a product over those that a
+    table has a slot for, into the same rows. `ids` int32 [M, k] expert numbers, none negative."""
+
+    def __init__(self, ids: torch.Tensor, experts: int, w: ExpertWeights) -> None:
+        self.ids, self.w = ids.contiguous(), w
+        rows, self.top_k = ids.shape
+        self.few = rows <= MAX_ROWS
+        per = max(1, rows * self.top_k // experts)
+        self._up = expert_config(per, w.gate is not None, [(w.gate or w.up).type, w.up.type])
+        self._down = expert_config(per, False, [w.down.type])
+        self._groups = {} if self.few else {bm: group_pairs(ids, experts, bm) for bm in {self._up.bm, self._down.bm}}
+        pairs, device = ids.numel(), ids.device
+        kind = torch.float32 if self.few else torch.bfloat16
+        self.hidden = torch.empty(pairs, w.up.n, dtype=kind, device=device)
+        self.parts = torch.empty(pairs, w.down.n, dtype=torch.float32, device=device)
+
+    def add(self, x: Activations, table: torch.Tensor, slot_addr: torch.Tensor) -> torch.Tensor:
+        """The rows of `parts` (float32 [M * k, D]) of the experts that have a slot in `table` (int32 [experts], -1:
+        none), whose device addresses are `slot_addr`; the other rows stay as they are."""
+        w, ids = self.w, self.ids
+        if self.few:
+            slots = table[ids.long()].contiguous()
+            expert_gemv.gate_up(x, slots, ids, slot_addr, w, out=self.hidden)
+            return expert_gemv.down(Activations(self.hidden), slots, ids, slot_addr, w.down, out=self.parts)
+        up, down = self._groups[self._up.bm], self._groups[self._down.bm]
+        tiles.gate_up(x, up, ids, slot_addr, w, self.top_k, self._up, table=table, out=self.hidden)
+        h = Activations(self.hidden)
+        return tiles.down(h, down, ids, slot_addr, w.down, self._down, table=table, out=self.parts)
+
+
 def expert_gate_up(x: torch.Tensor | Activations, batch: ExpertBatch, w: ExpertWeights) -> torch.Tensor:
     """See `ExpertBatch.gate_up`."""
     return batch.gate_up(x, w)

@@ -50,6 +50,8 @@ def prompt_rows(rows: int, max_rows: int) -> int:
     return max(rows, min(size, max_rows))
 
 
+MAKE_ROOM = 8
+"""Tries of a pass that finds no memory, each after the expert cache gave some back."""
 KEPT_PROMPTS = 32
 """Captured prompt passes kept, the last used ones."""
 log = logging.getLogger(__name__)
@@ -226,6 +228,27 @@ class CudaExecutor:
         if not 0 < batch.rows <= self.max_rows:
             raise ValueError(f"a batch of {batch.rows} rows, the executor takes 1 to {self.max_rows}")
         check_pages(batch)
+        for _ in range(MAKE_ROOM):
+            try:
+                return self._run(batch, hidden)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                if not self._make_room(batch.rows):
+                    break
+        raise MemoryError(
+            f"the GPU has no memory for {batch.rows} rows: lower -ub ({self.max_rows}) or raise --vram-budget"
+        )
+
+    def _make_room(self, rows: int) -> bool:
+        """After a pass that found no memory: the expert cache gives some back, if it has any."""
+        spare = self.store.abandon()
+        if not spare:
+            return False
+        (self.elastic or self.store).resize(self.store.budget - spare)  # type: ignore[attr-defined]
+        log.warning("a pass of %d rows found no memory: the expert cache gave back %d MiB", rows, spare >> 20)
+        return True
+
+    def _run(self, batch: Batch, hidden: F32 | None) -> F32:
         try:
             with self._on_device():
                 decoding = batch.rows <= self.sizes[-1] and (hidden is None) == (self.hidden is None)
@@ -236,11 +259,8 @@ class CudaExecutor:
                     values = self._small(batch, hidden) if decoding else self._prefill(batch, hidden)
                 self.store.finish(batch.rows, waited=len(values) > 0)
                 return values
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            raise MemoryError(
-                f"the GPU has no memory for {batch.rows} rows: lower -ub ({self.max_rows}) or raise --vram-budget"
-            ) from error
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             if self.device.type == "cuda" and "CUDA" in str(error):
                 raise ExecutorLost(
@@ -265,6 +285,7 @@ class CudaExecutor:
             return np.empty((0, self.n_vocab), np.float32)
         n = batch.rows
         self.host_result[:n].copy_(self.result[:n], non_blocking=True)
+        self.store.overlap()
         self._wait()
         values: F32 = self.host_result[:n].numpy()
         if not self.final or len(batch.outputs) == n:

@@ -60,12 +60,14 @@ class ExpertSpec:
 class Placement:
     """Where a pass finds its experts. `slots` int32 [rows, k] index `slot_addr`, int64 device addresses; negative:
     not on the device. `down_slots` likewise for the down product; an expert may be there for that alone, its hidden rows
-    coming from elsewhere. `ticket` is the store's own."""
+    coming from elsewhere. `parts`, where the store has done the products itself, is float32 [rows * k, n_embd], whole
+    after `collect`. `ticket` is the store's own."""
 
     slots: torch.Tensor
     slot_addr: torch.Tensor
     ticket: Any = None
     down: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
 
     @property
     def down_slots(self) -> torch.Tensor:
@@ -177,10 +179,18 @@ class ExpertStore(ABC):
         if self.hook is not None:
             self.hook.start()
 
+    def overlap(self) -> None:
+        """The device runs a pass and the host has nothing to do."""
+        return
+
     def finish(self, rows: int, waited: bool) -> None:
         """A pass of `rows` rows was queued and, if `waited`, is done. Raises ExecutorLost when it cannot be right."""
         if self.hook is not None:
             self.hook.finish(rows, waited)
+
+    def abandon(self) -> int:
+        """A pass ended for want of memory. How many bytes the store can do without, 0 for none."""
+        return 0
 
     def close(self) -> None:
         """No pass follows."""

@@ -33,17 +33,28 @@ class StepMeter:
         self._parts = np.asarray(part_bytes, np.float64)
         self._sums = np.zeros((len(self.kinds), 14))
         """Bytes and seconds of the fills, of the CPU; the fills' moments, the CPU's (control.Moments)."""
+        self._kept = np.zeros_like(trace)
 
     def sample(self, seconds: float, rows: int) -> StepSample | None:
         """The last step's sums; None where the device had no clock (the interpreter)."""
+        self.take()
+        return self.read(seconds, rows)
+
+    def take(self) -> None:
+        """Add up what the last step did, before the next one overwrites it: one call, since every line of Python between
+        two steps finds its caches emptied by the CPU's experts."""
         self._sums[:] = 0
         self.doorbell.step_sums(self.trace, self._bytes, self._parts, self._kind, self._sums)
-        if not self.trace[-1, 7]:
+        self._kept[:] = self.trace
+
+    def read(self, seconds: float, rows: int) -> StepSample | None:
+        """What `take` took, as a sample of a step of `seconds` and `rows`."""
+        if not self._kept[-1, 7]:
             return None
         paths = {}
         for kind, s in zip(self.kinds, self._sums.tolist(), strict=True):
             jobs, b, bb, t, bt = s[9:]
             cpu = Moments(jobs, b, bb, t + SIGNAL * jobs, bt + SIGNAL * b)
             paths[kind] = PathSample(s[0], s[1], s[2], s[3], Moments(*s[4:9]), cpu)
-        exposed = int(self.trace[:, [5, 6, 9]].sum()) * 1e-9
+        exposed = int(self._kept[:, [5, 6, 9]].sum()) * 1e-9
         return StepSample(seconds, exposed, rows, paths)

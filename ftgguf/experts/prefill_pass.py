@@ -1,9 +1,9 @@
 """A prompt chunk through the cache: each layer's missing experts streamed, gathered, shared with the CPU, or all there.
 
-`experts/prefill.py` predicts which is cheapest; this runs it. `place` decides and begins the first copies and the CPU's
-part; the forward pass then computes the experts in slots, which stay there; `collect` computes the others as their
-pieces come through the ring and adds everything up, so that the forward pass sees residents and one share. Streamed
-layers need no look at the routing: the next layer's first pieces are copied meanwhile.
+`experts/prefill.py` predicts which is cheapest; this runs it. `place` decides, begins the first copies and the CPU's
+part and computes the experts in slots, which stay there; `collect` computes the others as their pieces come through the
+ring, into rows of the same products (the pairs were sorted by expert once), and gives the CPU's share. Streamed layers
+need no look at the routing: the next layer's first pieces are copied meanwhile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from ftgguf.experts.prefill_times import PrefillTimes
 from ftgguf.experts.residency import seed
 from ftgguf.experts.ring import Buffer
 from ftgguf.kernels.activations import Activations
-from ftgguf.kernels.linear import ExpertBatch
-from ftgguf.kernels.norm import combine
+from ftgguf.kernels.linear import ExpertPieces
 from ftgguf.nouns import F32, I32
 
 if TYPE_CHECKING:
@@ -45,6 +44,7 @@ class Pending:
     x: Activations
     ids: torch.Tensor
     weights: torch.Tensor
+    products: ExpertPieces
     parts: list[list[int]] = field(default_factory=list)
     issued: deque[Buffer] = field(default_factory=deque)
     begun: int = 0
@@ -139,23 +139,27 @@ class PrefillPass:
         self.counts[mode.value] += 1
         self.times.begin(index, ids.shape[0], mode, self.choices[index].alternatives.get(mode, 0.0))
         self._seeds.append(ids[-SEED_ROWS:])
-        slots = s.device_state.arrays["slot_of"][index][ids.long()].contiguous()
-        pending = Pending(index, mode, x, ids, weights)
+        products = ExpertPieces(ids, s.state.experts, s.order[index].weights)
+        pending = Pending(index, mode, x, ids, weights, products)
+        counted = ids
         if mode is Mode.STREAM:
             self._issue(pending, self._absent[index])
         elif mode is not Mode.RESIDENT:
-            self._look(pending)
-        return Placement(slots, s.addresses, pending)
+            counted = self._look(pending)
+        parts = products.parts
+        if len(self._absent[index]) < s.state.experts:
+            parts = products.add(x, s.device_state.arrays["slot_of"][index], s.addresses)
+        return Placement(ids, s.addresses, pending, down=counted, parts=parts)
 
     def collect(self, pending: Pending) -> torch.Tensor | None:
-        """The weighted sum of the experts that are in no slot; None for none."""
-        share = self._pieces(pending)
+        """The weighted sum of the experts on the CPU; None for none."""
+        self._pieces(pending)
+        share: torch.Tensor | None = None
         if pending.job is not None:
             ids = pending.ids
             rows, part = pending.job.result()
-            if share is None:
-                width = self.store.order[pending.index].weights.down.n
-                share = torch.zeros(ids.shape[0], width, dtype=torch.float32, device=ids.device)
+            width = self.store.order[pending.index].weights.down.n
+            share = torch.zeros(ids.shape[0], width, dtype=torch.float32, device=ids.device)
             at = torch.from_numpy(rows.astype(np.int64)).to(ids.device)
             share = share.index_add_(0, at, torch.from_numpy(part).to(ids.device))
         self._look_ahead(pending.index + 1)
@@ -179,8 +183,8 @@ class PrefillPass:
 
     # ------------------------------------------------------------------------------------------------- the ways
 
-    def _look(self, pending: Pending) -> None:
-        """The modes that need the routing on the host."""
+    def _look(self, pending: Pending) -> torch.Tensor:
+        """The modes that need the routing on the host; the ids, negative where the CPU computes them."""
         s, index = self.store, pending.index
         spec = s.order[index]
         routed: I32 = pending.ids.cpu().numpy()
@@ -198,6 +202,10 @@ class PrefillPass:
         if on_cpu:
             pending.job = self._start_cpu(spec, on_cpu, routed, pending.x, pending.weights)
         self._issue(pending, sorted(missing[len(on_cpu) :]))
+        if not on_cpu:
+            return pending.ids
+        kept = np.where(np.isin(routed, on_cpu), -1, routed)
+        return torch.from_numpy(np.ascontiguousarray(kept, np.int32)).to(pending.ids.device)
 
     def _start_cpu(
         self, spec: ExpertSpec, experts: list[int], ids: I32, x: Activations, weights: torch.Tensor
@@ -235,22 +243,17 @@ class PrefillPass:
             pending.issued.append(self.store.ring.copy(resident, spec.layer, part, self.store.bank.pinned[spec.layer]))
             pending.begun += 1
 
-    def _pieces(self, pending: Pending) -> torch.Tensor | None:
-        """Add up the products of the pieces as they arrive; None for none."""
-        ring, spec, ids = self.store.ring, self.store.order[pending.index], pending.ids
-        share: torch.Tensor | None = None
+    def _pieces(self, pending: Pending) -> None:
+        """The products of the pieces as they arrive."""
+        ring, spec = self.store.ring, self.store.order[pending.index]
         for part in pending.parts:
             self._top_up(pending)
             buffer = pending.issued.popleft()
             ring.use(buffer)
             assert buffer.table is not None
-            slots = buffer.table[ids.long()].contiguous()
-            batch = ExpertBatch(slots, ids, buffer.addresses[spec.slot_bytes])
-            products = batch.down(batch.gate_up(pending.x, spec.weights), spec.weights)
-            share = combine(products, slots, pending.weights, *([] if share is None else [share]))
+            pending.products.add(pending.x, buffer.table, buffer.addresses[spec.slot_bytes])
             ring.done(buffer)
             self.store.prefill_copied += len(part)
-        return share
 
     def _look_ahead(self, index: int) -> None:
         """Begin the next layer's copies if it is to be streamed. Not the last layer's: it runs for the wanted rows,
@@ -262,6 +265,13 @@ class PrefillPass:
         for part in cut(self._absent[index], s.ring.capacity(spec.slot_bytes))[:2]:
             resident, pinned = s.bank.layers[spec.layer], s.bank.pinned[spec.layer]
             self._ahead.append(s.ring.copy(resident, spec.layer, part, pinned))
+
+    def abandon(self) -> None:
+        """A pass ended in an error: nothing of it goes on."""
+        self._pool.submit(lambda: None).result()
+        self.store.wait()
+        self._ahead.clear()
+        self._seeds, self.choices, self._last = [], [], -1
 
     def close(self) -> None:
         self._pool.shutdown()

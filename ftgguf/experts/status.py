@@ -18,7 +18,10 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
     total = stats.sum(0)
     served = store.mail.doorbell.statistics()
     cpu_bytes, cpu_ns = sum(s[3] for s in served), sum(s[4] for s in served)
-    fill_bytes = sum(int(stats[i, Stat.FILLS]) * spec.slot_bytes for i, spec in enumerate(store.order))
+    fill_bytes = sum(
+        int(stats[i, Stat.FILLS]) * spec.slot_bytes + int(stats[i, Stat.SHARED]) * store.parts[i].size
+        for i, spec in enumerate(store.order)
+    )
     bank = store.bank.report
     return {
         "mode": store.controller.status()["mode"] if store._forced is None else "forced",
@@ -38,6 +41,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
             "misses": int(total[Stat.MISSES]),
             "fills": int(total[Stat.FILLS]),
             "cpu": int(total[Stat.CPU]),
+            "shared": int(total[Stat.SHARED]),
             "hit_rate": store.hit_rate(),
         },
         "fill": {
@@ -83,6 +87,7 @@ def fallbacks(store: CachedStore) -> dict[str, int]:
         "experts_on_disk": sum(isinstance(r, OnDisk) for r in store.bank.layers.values()),
         "prefill_without_ring": 0 if store.ring.buffers else 1,
         "guessed_bandwidths": 0 if store.costs.measured else 1,
+        "room_for_prompts": store.room_given,
         "split_gave_way": store.controller.switches,
         "watchdog": 1 if store.mail.error() else 0,
     }
@@ -98,6 +103,7 @@ def metrics(store: CachedStore) -> dict[str, float]:
         "expert_misses_total": e["misses"],
         "expert_fills_total": e["fills"],
         "expert_cpu_total": e["cpu"],
+        "expert_shared_total": e["shared"],
         "expert_fill_bytes_total": s["fill"]["bytes"],
         "expert_cpu_bytes_total": s["cpu"]["bytes"],
         "expert_cpu_seconds_total": s["cpu"]["seconds"],

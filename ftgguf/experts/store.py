@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 RING_SHARE = 16
 """The prefill ring has this fraction of the budget, at most RING_BYTES."""
 RING_BYTES = 256 << 20
+WRITE_EVERY = 8
+"""Steps between two looks whether the split has moved: each change is a copy that a step waits for."""
 REBASE_LOOK = 1024
 """Steps between two looks at the keys, which bear some 2^18, and at the size classes."""
 CPU_NAMES = {"silu": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu_sqr", "swiglu_oai": "swiglu_oai"}
@@ -106,8 +108,13 @@ class CachedStore(ExpertStore):
         self.prefill_passes = 0
         self.rebuilds = 0
         self.slabs_moved = 0
+        self.room_given = 0
+        """Passes that found no memory."""
         self._step_started = 0.0
         self._steps = 0
+        self._taken: tuple[float, int] | None = None
+        """Seconds and rows of the step whose sums the meter holds."""
+        self._due = False
         self._mixed = False
         self.fill_seconds = 0.0
         self.fill_bytes_timed = 0.0
@@ -304,6 +311,9 @@ class CachedStore(ExpertStore):
 
     def start(self) -> None:
         super().start()
+        if self._due:
+            self._due = False
+            self._write_split()
         self._step_started = time.perf_counter()
 
     def finish(self, rows: int, waited: bool) -> None:
@@ -315,25 +325,35 @@ class CachedStore(ExpertStore):
             self._mixed = True
             return
         self.prefill.end()
-        sample = self.meter.sample(time.perf_counter() - self._step_started, rows)
-        # What the CPU did since the last sample: this step's work, unless a pass that nobody waited for came between.
+        self.overlap()  # what no pass has run beside
+        self.meter.take()
+        # What the CPU did since it was last taken: this step's work, unless a pass that nobody waited for came between.
         mixed, self._mixed = self._mixed, False
         if rows > self.decode_rows:
             return
-        if sample is not None and not mixed:
-            for path in sample.paths.values():
-                self.fill_seconds += path.fill_seconds
-                self.fill_bytes_timed += path.fill_bytes
-            switches = self.controller.switches
-            self.controller.record(sample)
-            if self.controller.switches != switches:
-                log.info("misses are served by another arm: %s", self.controller.reason)
-            self._write_split()
+        if not mixed:
+            self._taken = (time.perf_counter() - self._step_started, rows)
         self._steps += 1
         if self._steps % EVERY == 0 and not all(self.bank.pinned.values()) and self.arena.chunks:
             promote(self)
         if self._steps % REBASE_LOOK == 0:
             self.rebase()
+
+    def overlap(self) -> None:
+        """Learn from the step before, while the device runs this one: between steps it took 0.3 ms."""
+        if self._taken is None:
+            return
+        sample, self._taken = self.meter.read(*self._taken), None
+        if sample is None:
+            return
+        for path in sample.paths.values():
+            self.fill_seconds += path.fill_seconds
+            self.fill_bytes_timed += path.fill_bytes
+        running, switches = self.controller.running, self.controller.switches
+        self.controller.record(sample)
+        if self.controller.switches != switches:
+            log.info("misses are served by another arm: %s", self.controller.reason)
+        self._due |= self.controller.running is not running or self._steps % WRITE_EVERY == 0
 
     def _write_split(self) -> None:
         """The split of the next step to the device, where it is another than the last one's."""
@@ -367,6 +387,12 @@ class CachedStore(ExpertStore):
             residency.rebase(self.state)
             self.device_state.load(self.state)
         resizing.rebalance(self)
+
+    def abandon(self) -> int:
+        self.prefill.abandon()
+        self._taken = None
+        self.room_given += 1
+        return min(2 * self.arena.chunk, self.arena.bytes)
 
     def resize(self, budget: int) -> dict[str, int]:
         """See experts.resize.resize."""

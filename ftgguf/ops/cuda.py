@@ -239,12 +239,14 @@ class CudaOps(FineCudaOps):
                 add = add * torch.sigmoid(linear(x, self.matrix(p.shared_gate), bias=p.shared_gate.bias))
         spec = self.store.specs[layer]
         placement = self.store.place(layer, x, ids, weights)
-        batch = ExpertBatch(placement.slots, ids, placement.slot_addr)
-        hidden = batch.gate_up(x, spec.weights)
-        if placement.down is not None:
-            self.store.complete(layer, placement, hidden)
-            batch = ExpertBatch(placement.down, ids, placement.slot_addr)
-        parts = batch.down(hidden, spec.weights)
+        parts = placement.parts
+        if parts is None:
+            batch = ExpertBatch(placement.slots, ids, placement.slot_addr)
+            hidden = batch.gate_up(x, spec.weights)
+            if placement.down is not None:
+                self.store.complete(layer, placement, hidden)
+                batch = ExpertBatch(placement.down, ids, placement.slot_addr)
+            parts = batch.down(hidden, spec.weights)
         share = self.store.collect(layer, placement)
         if share is not None:
             add = share if add is None else add + share

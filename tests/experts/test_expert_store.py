@@ -135,6 +135,34 @@ def test_a_shared_expert_changes_nothing(cached: Any, resident: Resident) -> Non
     assert store.mail.trace[:, 8].max() <= 1
 
 
+def test_a_prompt_without_memory_takes_it_from_the_experts(cached: Any, resident: Resident) -> None:
+    """The pass fails half way, once: the cache gives memory back, and the answer is what it was. Where nothing is left to
+    give, the request is refused and the next one goes on."""
+    executor = cached(ALL // 2, of_small=True)
+    store, failed = executor.store, []
+    collect = store.prefill.collect
+
+    def short_of_memory(pending: Any) -> Any:
+        if pending.index == LAYERS - 1 and len(failed) < fails:
+            failed.append(pending)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return collect(pending)
+
+    store.prefill.collect = short_of_memory
+    fails, budget = 1, store.budget
+    got = executor.forward(rows(resident.prompt, 0, list(range(PROMPT))))
+    assert nmse(got, resident.prefilled) < 1e-3
+    assert len(failed) == store.room_given == 1
+    assert store.budget < budget
+    store.device_state.store(store.state)
+    check(store.state)
+    fails = 100
+    with pytest.raises(MemoryError, match="lower -ub"):
+        executor.forward(rows(resident.prompt, 0, list(range(PROMPT))))
+    fails = 0
+    assert nmse(executor.forward(rows(resident.prompt, 0, list(range(PROMPT)))), resident.prefilled) < 1e-3
+
+
 def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
     """And the judge of the device's tests tells it from rounding, which it lets pass."""
     tokens = [17, 230]
