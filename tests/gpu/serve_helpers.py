@@ -139,11 +139,11 @@ def cores() -> None:
         os.sched_setaffinity(0, allowed[first : first + each])
 
 
-def command(*args: str, timeout: float = START_S, **env: str) -> tuple[int, str]:
+def command(*args: str, **env: str) -> tuple[int, str]:
     """`ftgguf ARGS`: its exit status and everything it printed."""
     done = subprocess.run(
         [sys.executable, "-m", "ftgguf", *args],
-        cwd=ROOT, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout,
+        cwd=ROOT, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_S,
         preexec_fn=cores,
     )  # fmt: skip
     return done.returncode, done.stdout
