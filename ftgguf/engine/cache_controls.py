@@ -45,8 +45,8 @@ def answer(executor: Any, action: str, arguments: dict[str, Any]) -> dict[str, A
     most = room(executor)
     if most is not None and size * MIB > most:
         raise ValueError(
-            f"{size} MiB of experts: at most {most // MIB} MiB of --vram-budget are left for them beside weights, KV and "
-            "the workspace of prompts"
+            f"{size} MiB of experts: at most {most // MIB} MiB of --vram-budget are left for them beside weights, KV "
+            "and the workspace of prompts"
         )
     try:
         done = (store if elastic is None else elastic).resize(size * MIB)
