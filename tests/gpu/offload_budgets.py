@@ -108,7 +108,7 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
 
 def ours(options: argparse.Namespace, budget: int, ubatch: int = 2048) -> dict[str, Any]:
     command = [sys.executable, __file__, str(options.file), "--child", str(budget), "--steps", str(options.steps)]
-    command += ["--ubatch", str(ubatch)]
+    command += ["--ubatch", str(ubatch), "--threads", str(options.threads_at.get(budget, options.threads))]
     out, errors, vram = watched(command, 240, env=os.environ)
     lines = out.strip().splitlines()
     for line in lines[:-1]:
@@ -131,7 +131,8 @@ def child(options: argparse.Namespace) -> None:
 
     prompts_only = options.ubatch != 2048
     how = argparse.Namespace(
-        context=12288, ubatch=options.ubatch, parallel=1, eager=False, vram_budget=options.child or None
+        context=12288, ubatch=options.ubatch, parallel=1, eager=False, vram_budget=options.child or None,
+        threads=options.threads,
     )  # fmt: skip
     executor, details, seconds = load(options.file, how)
     for note in details["notes"]:
@@ -221,9 +222,12 @@ def main() -> None:
     parser.add_argument("--ubatches", type=int, nargs="*", default=[8192], help="also tried for the prompt")
     parser.add_argument("--llama-bench", type=Path)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--threads-at", type=json.loads, default={}, help='JSON: {"budget": threads}')
     parser.add_argument("--child", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.threads_at = {int(k): v for k, v in options.threads_at.items()}
     if options.child is not None:
         child(options)
         return

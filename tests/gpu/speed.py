@@ -111,7 +111,7 @@ def load(path: Path, options: argparse.Namespace) -> tuple[Any, dict[str, Any], 
         placement=replace(
             config.placement, gpu_layers=-2, debug_eager=options.eager, vram_budget=options.vram_budget, fit=False
         ),
-        cpu=replace(config.cpu, threads=16),
+        cpu=replace(config.cpu, threads=options.threads),
     )  # fmt: skip
     gguf = open_gguf(path)
     started = time.perf_counter()
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--parallel", type=int, default=4)
     parser.add_argument("--vram-budget", type=int)
+    parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--steps", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--eager", action="store_true")
