@@ -211,6 +211,11 @@ class AttentionSpec:
 _TL = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.int8: tl.float16}
 
 
+def head_block(dim: int) -> int:
+    """A head's width in a tile: the tensor cores take 16 columns at least."""
+    return int(max(16, triton.next_power_of_2(dim)))
+
+
 def decode_splits(rows: int, kv_heads: int, programs: int = 264) -> int:
     """Splits of the context per row: a power of two that gives about `programs` programs (two for each of 132
     multiprocessors); fixed per row count, so a captured graph serves every context length."""
@@ -233,7 +238,7 @@ def attention_decode(
     stat = torch.empty(m, hq, splits, 2, dtype=torch.float32, device=q.device)
     out = torch.empty(m, hq * hv, dtype=dtype, device=q.device)
     ck, cv, sk, sv = cache.tensors()
-    bd, bv = triton.next_power_of_2(hd), triton.next_power_of_2(hv)
+    bd, bv = head_block(hd), head_block(hv)
     _decode[(m, hk, splits)](
         q, ck, cv, sk, sv, table, sequence, position, part, stat, table.stride(0), spec.scale, spec.softcap,
         spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BG=max(16, triton.next_power_of_2(hq // hk)),
@@ -277,7 +282,7 @@ def attention_prefill(
     hk, hv = cache.v.shape[1:]
     out = torch.empty(m, hq * hv, dtype=dtype, device=q.device)
     ck, cv, sk, sv = cache.tensors()
-    bd, bv = triton.next_power_of_2(hd), triton.next_power_of_2(hv)
+    bd, bv = head_block(hd), head_block(hv)
     _prefill[(tiles.shape[0], hq)](
         q, ck, cv, sk, sv, table, tiles, position, out if spec.sinks is None else spec.sinks, out, table.stride(0),
         spec.scale, spec.softcap, spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BM=bm,

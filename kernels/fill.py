@@ -29,9 +29,9 @@ LOOK_FOR_ABORT: tl.constexpr = tl.constexpr(64)
 """Every so many looks at `done` the wait looks at `abort` too."""
 
 TRACE_FIELDS = 16
-"""int64 a layer: hits, misses, fills, CPU experts, nanoseconds from the fill's begin to the wait's (0: no fills) without
-the wait for a shared expert's hidden rows, of the fill, of the wait, time of its end, whether an expert was shared, the
-nanoseconds waited for its hidden rows."""
+"""int64 a layer: hits, misses, fills, CPU experts, nanoseconds from the fill's begin to the wait's (0: no fills)
+without the wait for a shared expert's hidden rows, of the fill, of the wait, time of its end, whether an expert was
+shared, the nanoseconds waited for its hidden rows."""
 
 
 @triton.jit
@@ -245,17 +245,15 @@ def programs(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A shared expert's down: the bytes [at, at + size) of a slot, both multiples of 16; `slot` int64 [1] is the address
-    of the slot that takes them."""
+    """A shared expert's down: the bytes [at, at + size) of a slot, both multiples of 16; `slot` int64 [1] is the
+    address of the slot that takes them."""
 
     slot: torch.Tensor
     at: int
     size: int
 
 
-def fill(
-    out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int, part: Part | None = None
-) -> None:
+def fill(out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int, part: Part | None = None) -> None:
     """Queue the copies that `out` lists; `stamps` int64 [3] on the device takes their begin and end. `part` is needed
     where the decision may share an expert."""
     if slot_bytes % 256 or (part and (part.at % 16 or part.size % 16)):
@@ -267,7 +265,9 @@ def fill(
     )  # fmt: skip
 
 
-def take(mail: MailAddresses, ticket: torch.Tensor, out: StepBuffers, hidden: torch.Tensor, stamps: torch.Tensor) -> None:
+def take(
+    mail: MailAddresses, ticket: torch.Tensor, out: StepBuffers, hidden: torch.Tensor, stamps: torch.Tensor
+) -> None:
     """Queue the wait for a shared expert's hidden rows; `hidden` float32 [pairs, F] has them afterwards."""
     if hidden.dtype != torch.float32 or not hidden.is_contiguous():
         raise ValueError("the experts' hidden rows must be contiguous float32")

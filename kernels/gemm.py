@@ -186,8 +186,8 @@ def _expert_tile(
     SCALE_U: tl.constexpr,
 ):  # fmt: skip
     """out [P, N] for the pairs of one tile: activation(gate x, up x) if TG >= 0, the activation of up alone if A >= 0,
-    else the plain product (down). Row p // top_k of x belongs to pair p. A tile whose group has no slot in `table` is left
-    out."""
+    else the plain product (down). Row p // top_k of x belongs to pair p. A tile whose group has no slot in `table` is
+    left out."""
     t = tl.program_id(1)
     group = tl.load(tile + 3 * t)
     slot_id = tl.load(table + tl.maximum(group, 0))
@@ -230,8 +230,9 @@ def identity(slots: int, device: torch.device) -> torch.Tensor:
 
 
 def _launch(
-    g: Groups, table: torch.Tensor | None, experts: torch.Tensor, slot_addr: torch.Tensor, x: Activations, gate: ExpertMatrix | None,
-    up: ExpertMatrix, out: torch.Tensor, top_k: int, activation: int, limit: float, limit2: float, c: TileConfig,
+    g: Groups, table: torch.Tensor | None, experts: torch.Tensor, slot_addr: torch.Tensor, x: Activations, gate:
+    ExpertMatrix | None, up: ExpertMatrix, out: torch.Tensor, top_k: int, activation: int, limit: float, limit2:
+    float, c: TileConfig,
 ) -> None:  # fmt: skip
     first = gate or up
     tensors = (first.bias, up.bias, first.scale, up.scale)
@@ -266,7 +267,8 @@ def gate_up(
     `table` int32 [groups]: each group's slot, or -1; None: the groups are slots."""
     if out is None:
         out = torch.empty(g.order.numel(), w.up.n, dtype=dtype, device=g.order.device)
-    _launch(g, table, experts, slot_addr, x, w.gate, w.up, out, top_k, ACTIVATIONS[w.activation], w.limit, w.limit2, config)
+    act = ACTIVATIONS[w.activation]
+    _launch(g, table, experts, slot_addr, x, w.gate, w.up, out, top_k, act, w.limit, w.limit2, config)
     return out
 
 

@@ -95,8 +95,8 @@ class ExpertBatch:
 
 
 class ExpertPieces:
-    """One layer's routed pairs over experts that come in pieces: sorted by expert once, then a product over those that a
-    table has a slot for, into the same rows. `ids` int32 [M, k] expert numbers, none negative."""
+    """One layer's routed pairs over experts that come in pieces: sorted by expert once, then a product over those
+    that a table has a slot for, into the same rows. `ids` int32 [M, k] expert numbers, none negative."""
 
     def __init__(self, ids: torch.Tensor, experts: int, w: ExpertWeights) -> None:
         self.ids, self.w = ids.contiguous(), w

@@ -14,10 +14,10 @@ that module documents the state. What is particular to the GPU:
   new split neither compiles nor captures again.
 
 Output (`StepBuffers`), for the kernels and the CPU worker that follow; layouts as in `residency.Step`:
-  header int32 [16]: experts, hits, misses, fills, CPU experts, CPU entries, entries, clock, whether the first of the CPU's
-  experts is shared; zeros.
-  place, place_down int32 [entries]; part_src int64 [1]; fill_expert, fill_slot int32 [max]; fill_src int64 [max, 3]; fill_dst int64 [max];
-  cpu_expert int32 [max]; cpu_start int32 [max + 1]; cpu_rows int32 [entries].
+  header int32 [16]: experts, hits, misses, fills, CPU experts, CPU entries, entries, clock, whether the first of the
+  CPU's experts is shared; zeros.
+  place, place_down int32 [entries]; part_src int64 [1]; fill_expert, fill_slot int32 [max]; fill_src int64 [max, 3];
+  fill_dst int64 [max]; cpu_expert int32 [max]; cpu_start int32 [max + 1]; cpu_rows int32 [entries].
 Only the first `header[3]` fills and the first `header[4]` CPU experts are written. A gather kernel copies part p of
 fill i, for i < header[3], from `fill_src[i, p]` to `fill_dst[i]` + the layer's offset of part p.
 """
@@ -245,8 +245,8 @@ def residency_kernel(
     ids, n, layer, layers, advance, may_share, shared_slot,
     slot_of, owner_of, key, key_plane, clock_at, class_begin, class_count, hand_at, layer_class, split,
     late, part, slot_addr, host_base, host_stride, stats, policy, table, counts,
-    header, place_out, fill_expert, fill_slot, fill_src, fill_dst, cpu_expert, cpu_start, cpu_rows, place_down, part_src,
-    E_PAD: tl.constexpr, E_BITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    header, place_out, fill_expert, fill_slot, fill_src, fill_dst, cpu_expert, cpu_start, cpu_rows, place_down,
+    part_src, E_PAD: tl.constexpr, E_BITS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     COUNT_IN_MEMORY: tl.constexpr, LRU: tl.constexpr,
 ):  # fmt: skip
     """One program. `ids` int32 [n], negative is padding; the rest as in the module's docstring."""
@@ -303,9 +303,7 @@ def residency_kernel(
     tl.store(part_src, tl.where(shared != 0, source, 0))
     _emit_places(ids, n, lane, slot, tl.where(shared != 0, first, -1), shared_slot, place_out, place_down, CHUNK)
     n_valid = tl.sum(entries, 0)
-    _emit_counts(
-        header, stats + layer * STATS, n_used, n_used - m, m, q, n_cpu, n_rows, n_valid, clock, shared
-    )
+    _emit_counts(header, stats + layer * STATS, n_used, n_used - m, m, q, n_cpu, n_rows, n_valid, clock, shared)
 
 
 STATE = (

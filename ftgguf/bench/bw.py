@@ -65,8 +65,9 @@ def load_store(path: Path, device: torch.device, threads: int, working_set: int 
     from ftgguf.engine.cuda_experts import expert_spec
     from ftgguf.engine.cuda_weights import Reader
     from ftgguf.engine.device_memory import DeviceMemory
+    from ftgguf.experts.cpu_worker import cpu_threads
     from ftgguf.experts.pinning import cuda_pinner
-    from ftgguf.experts.store import CachedStore, cpu_threads, kind_of
+    from ftgguf.experts.store import CachedStore, kind_of
     from ftgguf.flags.config import ContextConfig
     from ftgguf.layers.params import Moe
 

@@ -48,7 +48,7 @@ def one(
 
     def run() -> None:
         for i in range(launches):
-            residency_step(state, at[i], ids[i], out, int(i == 0), num_warps)
+            residency_step(state, at[i], ids[i], out, int(i == 0), num_warps=num_warps)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

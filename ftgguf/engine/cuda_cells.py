@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -48,6 +49,15 @@ def cell_bytes(attentions: Sequence[Attention], kind: str) -> int:
         for dim in (a.head_dim, a.v_dim):
             total += a.kv_heads * (dim * DTYPES[kind].itemsize + (dim // 32 * 2 if kind == "q8_0" else 0))
     return total
+
+
+@contextlib.contextmanager
+def _room(n: int) -> Iterator[None]:
+    """What moves `n` cells: a device without room for it refuses in a line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"the GPU has no memory to move {n} KV cells: lower -c or raise --vram-budget") from error
 
 
 class CudaCells:
@@ -139,18 +149,20 @@ class CudaCells:
                 pool.index_copy_(1, b[at : at + COPIED], pool.index_select(1, a[at : at + COPIED]))
 
     def read(self, cells: I32) -> bytes:
-        """The cells' bytes, cell after cell, each with its layers in the order of `pools`."""
+        """The cells' bytes, cell after cell, each with its layers in the order of `pools`. Raises MemoryError where the
+        device has no room to gather them."""
         at = self._index(cells)
         parts = []
-        for pool in self.pools:
-            picked = pool.index_select(1, at).transpose(0, 1).reshape(len(cells), -1).contiguous()
-            parts.append(picked.view(torch.uint8))
-        if not parts or not len(cells):
-            return b""
-        return bytes(torch.cat(parts, 1).cpu().numpy())
+        with _room(len(cells)):
+            for pool in self.pools:
+                picked = pool.index_select(1, at).transpose(0, 1).reshape(len(cells), -1).contiguous()
+                parts.append(picked.view(torch.uint8))
+            if not parts or not len(cells):
+                return b""
+            return bytes(torch.cat(parts, 1).cpu().numpy())
 
     def write(self, cells: I32, data: bytes) -> None:
-        """The inverse of `read`. Raises ValueError for data of another length."""
+        """The inverse of `read`. Raises ValueError for data of another length, MemoryError as `read`."""
         at = self._index(cells)
         widths = [p[:, 0].numel() * p.element_size() for p in self.pools]
         if len(data) != len(cells) * sum(widths):
@@ -159,13 +171,14 @@ class CudaCells:
             )
         if not len(cells):
             return
-        rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(cells), -1).to(self.device)
-        start = 0
-        for pool, width in zip(self.pools, widths, strict=True):
-            part = rows[:, start : start + width].contiguous().view(pool.dtype)
-            part = part.view(len(cells), pool.shape[0], *pool.shape[2:]).transpose(0, 1).contiguous()
-            pool.index_copy_(1, at, part)
-            start += width
+        with _room(len(cells)):
+            rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(cells), -1).to(self.device)
+            start = 0
+            for pool, width in zip(self.pools, widths, strict=True):
+                part = rows[:, start : start + width].contiguous().view(pool.dtype)
+                part = part.view(len(cells), pool.shape[0], *pool.shape[2:]).transpose(0, 1).contiguous()
+                pool.index_copy_(1, at, part)
+                start += width
 
     def keys(self, layer: int, cells: torch.Tensor) -> torch.Tensor:
         """K of `cells` (int64 on the device) in `layer` as float32 [cells, heads, dim]."""

@@ -59,9 +59,9 @@ class ExpertSpec:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a pass finds its experts. `slots` int32 [rows, k] index `slot_addr`, int64 device addresses; negative:
-    not on the device. `down_slots` likewise for the down product; an expert may be there for that alone, its hidden rows
-    coming from elsewhere. `parts`, where the store has done the products itself, is float32 [rows * k, n_embd], whole
-    after `collect`. `ticket` is the store's own."""
+    not on the device. `down_slots` likewise for the down product; an expert may be there for that alone, its hidden
+    rows coming from elsewhere. `parts`, where the store has done the products itself, is float32 [rows * k, n_embd],
+    whole after `collect`. `ticket` is the store's own."""
 
     slots: torch.Tensor
     slot_addr: torch.Tensor

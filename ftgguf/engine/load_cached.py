@@ -120,9 +120,10 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
     from ftgguf.experts import key
     from ftgguf.experts.bank import LimitedPinner
     from ftgguf.experts.control import Arm
+    from ftgguf.experts.cpu_worker import cpu_threads
     from ftgguf.experts.measure import stored_costs
     from ftgguf.experts.pinning import cuda_pinner
-    from ftgguf.experts.store import RING_BYTES, RING_SHARE, CachedStore, cpu_threads
+    from ftgguf.experts.store import RING_BYTES, RING_SHARE, CachedStore
 
     p = config.placement
     pinner = cuda_pinner(memory.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ftgguf.experts.control import Bandwidths
 from ftgguf.experts.prefill import Cost, Costs
+from ftgguf.experts.samples import Bandwidths
 
 GUESS = Bandwidths(fill=12e9, cpu=12e9)
 """A PCIe 3 x16 link and two channels of memory: what most machines have at least."""

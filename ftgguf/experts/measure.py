@@ -21,10 +21,10 @@ import torch
 from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 from ftgguf.bench.host import cpu_name
 from ftgguf.experts import profile as profiles
-from ftgguf.experts.control import Bandwidths
 from ftgguf.experts.costs import PathCosts
 from ftgguf.experts.prefill import Cost
 from ftgguf.experts.profile import Profile, ProfileKey, TypeProfile
+from ftgguf.experts.samples import Bandwidths
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
 from ftgguf.kernels.linear import ExpertBatch

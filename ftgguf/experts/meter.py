@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ftgguf.experts.control import Moments, PathSample, StepSample
+from ftgguf.experts.samples import Moments, PathSample, StepSample
 
 SIGNAL = 4e-6
 """Seconds that the CPU's path takes besides its work: the request's and the answer's way over the link (a flag there
@@ -41,8 +41,8 @@ class StepMeter:
         return self.read(seconds, rows)
 
     def take(self) -> None:
-        """Add up what the last step did, before the next one overwrites it: one call, since every line of Python between
-        two steps finds its caches emptied by the CPU's experts."""
+        """Add up what the last step did, before the next one overwrites it: one call, since every line of Python
+        between two steps finds its caches emptied by the CPU's experts."""
         self._sums[:] = 0
         self.doorbell.step_sums(self.trace, self._bytes, self._parts, self._kind, self._sums)
         self._kept[:] = self.trace

@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ftgguf.experts.control import Bandwidths
+from ftgguf.experts.samples import Bandwidths
 
 FORMAT = 1
 KERNEL_VERSION = 2

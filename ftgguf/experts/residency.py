@@ -66,9 +66,9 @@ class Residency:
     split int32 [layers, 2]: Q16 share of the misses to fill, and the least number of fills when something is missed
     (`experts/split.py`); (65536, 1) fills all, (0, 0) leaves all to the CPU. late int32 [layers]: the rule's `late`.
     part int32 [layers, 2]: the rule's `link` and `cpu` of a shared expert; (0, 0): none is shared.
-    slot_addr int64 [capacity + 1]: device address of each slot, then of the place for a shared expert's down. host_base, host_stride int64 [layers, 3]: where the
-    bytes of each part of expert 0 lie in host memory, and the distance to the next expert's.
-    stats int64 [layers, STAT_COLUMNS]: see `Stat`.
+    slot_addr int64 [capacity + 1]: device address of each slot, then of the place for a shared expert's down.
+    host_base, host_stride int64 [layers, 3]: where the bytes of each part of expert 0 lie in host memory, and the
+    distance to the next expert's. stats int64 [layers, STAT_COLUMNS]: see `Stat`.
     """
 
     experts: int
@@ -199,9 +199,7 @@ def _candidates(s: Residency, layer: int, used: NDArray[np.bool_]) -> tuple[I64,
     return slots[keep], value[keep]
 
 
-def _fill(
-    s: Residency, layer: int, missing: I64, used: NDArray[np.bool_], may_share: bool
-) -> tuple[I32, I32, bool]:
+def _fill(s: Residency, layer: int, missing: I64, used: NDArray[np.bool_], may_share: bool) -> tuple[I32, I32, bool]:
     """Choose which of the missing lanes are filled and where; updates the maps. Returns (lanes, slots), int32 [q], and
     whether one of the others is shared.
 

@@ -50,9 +50,7 @@ def split_misses(
     cost = _makespan(q, m, phi_q16, late_q16)
     low = min(max((m * phi_q16 + late_q16 - link_q16 - cpu_q16) >> 16, least), m - 1)
     high = min(low + 1, m - 1)
-    costs = [
-        max(f * (PHI_ONE - phi_q16) + link_q16, (m - f) * phi_q16 + late_q16 - cpu_q16) for f in (low, high)
-    ]
+    costs = [max(f * (PHI_ONE - phi_q16) + link_q16, (m - f) * phi_q16 + late_q16 - cpu_q16) for f in (low, high)]
     f, shared = (low, costs[0]) if costs[0] <= costs[1] else (high, costs[1])
     return (f, True) if shared < cost else (q, False)
 

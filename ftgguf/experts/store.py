@@ -9,7 +9,6 @@ Prefill is `prefill_pass`. Between passes (`finish`) the split follows what was 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 from ftgguf.engine.cuda_experts import ExpertSpec, ExpertStore, Placement
 from ftgguf.engine.cuda_weights import Reader
 from ftgguf.engine.device_memory import DeviceMemory
@@ -29,6 +27,7 @@ from ftgguf.experts.arena import Arena
 from ftgguf.experts.bank import Bank, BankError, LayerLayout, Pinner, Resident
 from ftgguf.experts.control import Arm, SplitController
 from ftgguf.experts.costs import PathCosts
+from ftgguf.experts.cpu_worker import make_worker
 from ftgguf.experts.disk import DiskBank
 from ftgguf.experts.mailbox import WATCHDOG_SECONDS, Mailbox
 from ftgguf.experts.meter import StepMeter
@@ -40,7 +39,6 @@ from ftgguf.gguf.types import TensorType
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
 from ftgguf.kernels.gemv import MAX_ROWS
-from ftgguf.kernels.matrix import ExpertMatrix
 from ftgguf.kernels.residency import DeviceResidency, StepBuffers, residency_step
 from ftgguf.models.config import ModelError
 
@@ -52,21 +50,12 @@ WRITE_EVERY = 8
 """Steps between two looks whether the split has moved: each change is a copy that a step waits for."""
 REBASE_LOOK = 1024
 """Steps between two looks at the keys, which bear some 2^18, and at the size classes."""
-CPU_NAMES = {"silu": "silu", "gelu": "gelu", "relu": "relu", "relu2": "relu_sqr", "swiglu_oai": "swiglu_oai"}
-"""The kernels' activations -> the worker's."""
 
 
 def kind_of(spec: ExpertSpec) -> str:
     """The name of a layer's types in profiles: `Q4_K`, or `Q4_K+Q6_K` (gate and up first)."""
     names = dict.fromkeys(TensorType(int(info.info.type)).name for info, _ in spec.parts)
     return "+".join(names)
-
-
-def cpu_threads(count: int) -> list[int]:
-    """CPUs for `count` workers, of those this process may use; the last ones first: the first serve interrupts."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [-1] * count
-    chosen = allowed[::-1][: max(1, count)]
-    return chosen if len(chosen) > 1 else [-1]
 
 
 class CachedStore(ExpertStore):
@@ -150,7 +139,7 @@ class CachedStore(ExpertStore):
             self.bank.pin(self.pinner)
         elif device.type == "cpu" and isinstance(self.bank, Bank):
             self.bank.pinned = dict.fromkeys(self.bank.pinned, True)  # the interpreter reads all memory
-        self._make_worker()
+        self.worker, self._host_vectors = make_worker(self.order, self.bank, self.cpus)
         self._make_cache(device)
         self.controller = SplitController(
             {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
@@ -162,8 +151,8 @@ class CachedStore(ExpertStore):
         self._write_split()
 
     def calibrate(self) -> None:
-        """Measure both paths where that was asked for and no profile covers the types. After `load`, once the machine is
-        quiet: compilers running beside it would make its CPU look slow."""
+        """Measure both paths where that was asked for and no profile covers the types. After `load`, once the machine
+        is quiet: compilers running beside it would make its CPU look slow."""
         if not self._probe or (self.costs.measured and set(self.kinds) <= set(self.costs.rates)):
             return
         from ftgguf.experts import measure
@@ -188,25 +177,6 @@ class CachedStore(ExpertStore):
                     raise ModelError(
                         f"tensor '{tensor.info.name}': experts of {tensor.nbytes} bytes cannot be copied in words of 16"
                     )
-
-    def _make_worker(self) -> None:
-        self.worker = native.ExpertWorker(self.cpus)
-        self._host_vectors: list[Any] = []
-        for i, spec in enumerate(self.order):
-            resident = self.bank.layers[spec.layer]
-            w = spec.weights
-
-            def matrix(m: ExpertMatrix, resident: Any = resident) -> Any:
-                address, stride = resident.at(m.offset)
-                vectors = []
-                for v in (m.bias, m.scale):
-                    values = None if v is None else np.ascontiguousarray(v.detach().float().cpu().numpy())
-                    self._host_vectors.append(values)
-                    vectors.append(0 if values is None else values.ctypes.data)
-                return native.ExpertMatrix.make(int(m.type), address, stride, m.n, m.k, *vectors)
-
-            gate = None if w.gate is None else matrix(w.gate)
-            self.worker.add_layer(i, spec.experts, CPU_NAMES[w.activation], gate, matrix(w.up), matrix(w.down))
 
     def _make_cache(self, device: torch.device) -> None:
         sizes = [spec.slot_bytes for spec in self.order]
@@ -344,8 +314,8 @@ class CachedStore(ExpertStore):
         if self._taken is None:
             return
         sample, self._taken = self.meter.read(*self._taken), None
-        if sample is None:
-            return
+        if sample is None or self._forced is not None:
+            return  # a forced split shows one path alone, and the estimates are of both at once
         for path in sample.paths.values():
             self.fill_seconds += path.fill_seconds
             self.fill_bytes_timed += path.fill_bytes
@@ -376,7 +346,8 @@ class CachedStore(ExpertStore):
             self.device_state.arrays[name].copy_(torch.from_numpy(getattr(self.state, name)))
 
     def force_split(self, share: int, least: int, part: tuple[int, int] = (0, 0)) -> None:
-        """Keep one split (Q16 share, least fills, Residency's `part`) for all layers from now on: tests, `--moe-mode`."""
+        """Keep one split (Q16 share, least fills, Residency's `part`) for all layers from now on: tests,
+        `--moe-mode`."""
         self._forced, self._forced_part = (share, least), part
         self._write_split()
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftgguf.experts.control import BLOCK, Arm, Bandwidths, PathSample, SplitController, StepSample
+from ftgguf.experts.control import BLOCK, Arm, SplitController
+from ftgguf.experts.samples import Bandwidths, PathSample, StepSample
 from ftgguf.experts.split import PHI_ONE, balanced_fills, phi_from_bandwidths, to_q16
 
 TABLE1 = {  # arXiv 2608.16157, table 1: B_P, B_H in GB/s

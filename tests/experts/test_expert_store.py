@@ -23,11 +23,11 @@ from compat.synth import make  # noqa: E402
 from ftgguf.engine.executor import ExecutorLost  # noqa: E402
 from ftgguf.experts import arena  # noqa: E402
 from ftgguf.experts.bank import LimitedPinner  # noqa: E402
-from ftgguf.experts.control import Bandwidths  # noqa: E402
 from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.prefill import Mode  # noqa: E402
 from ftgguf.experts.promote import promote  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
+from ftgguf.experts.samples import Bandwidths  # noqa: E402
 from ftgguf.experts.status import cache_status  # noqa: E402
 from ftgguf.nouns import F32  # noqa: E402
 
@@ -136,8 +136,8 @@ def test_a_shared_expert_changes_nothing(cached: Any, resident: Resident) -> Non
 
 
 def test_a_prompt_without_memory_takes_it_from_the_experts(cached: Any, resident: Resident) -> None:
-    """The pass fails half way, once: the cache gives memory back, and the answer is what it was. Where nothing is left to
-    give, the request is refused and the next one goes on."""
+    """The pass fails half way, once: the cache gives memory back, and the answer is what it was. Where nothing is
+    left to give, the request is refused and the next one goes on."""
     executor = cached(ALL // 2, of_small=True)
     store, failed = executor.store, []
     collect = store.prefill.collect

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_worker_doorbell import Gpu, job
 
-from ftgguf.experts.control import FIT_JOBS, Bandwidths, Moments, PathSample, SplitController, StepSample
+from ftgguf.experts.control import SplitController
 from ftgguf.experts.meter import SIGNAL, StepMeter
+from ftgguf.experts.samples import FIT_JOBS, Bandwidths, Moments, PathSample, StepSample
 from ftgguf.experts.split import LATE_MOST, PHI_ONE, balanced_fills, split_misses
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ftgguf.experts.control import Bandwidths
 from ftgguf.experts.profile import Profile, ProfileKey, TypeProfile, for_types, load, profile_path, store
+from ftgguf.experts.samples import Bandwidths
 
 KEY = ProfileKey("NVIDIA H200 GPU-1/2", "Xeon", 16, "0.9.4 sapphirerapids")
 Q4 = TypeProfile(Bandwidths(50e9, 53.7e9, 49e9, 48e9), 8e-6, 12e-6, 2_850_000)

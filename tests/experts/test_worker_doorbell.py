@@ -99,8 +99,8 @@ def test_every_request_is_answered_in_order() -> None:
 
 
 def test_a_shared_expert_leaves_its_down_to_the_gpu() -> None:
-    """Hidden rows against NumPy's products of the same float weights; with their down added by hand the share is that of a
-    job that shares nothing."""
+    """Hidden rows against NumPy's products of the same float weights; with their down added by hand the share is that
+    of a job that shares nothing."""
     gpu = Gpu()
     for i in range(60):
         x, weights, (expert, start, rows_of) = job(i)

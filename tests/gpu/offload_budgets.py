@@ -1,7 +1,7 @@
 """Both engines at the same measured VRAM: `offload_budgets.py FILE --budgets 4096 8192 12288 --llama-bench PATH`.
 
-For each budget (MiB of device memory in all): ours with `--vram-budget` (decode, the two single paths, a prompt of 8192,
-short turns on it, decode after it, a resize in service), and llama.cpp's decode with the `-ncmoe` that fills the
+For each budget (MiB of device memory in all): ours with `--vram-budget` (decode, the two single paths, a prompt of
+8192, short turns on it, decode after it, a resize in service), and llama.cpp's decode with the `-ncmoe` that fills the
 budget, over several `-t`; at --prefill-budget also its prompt of 8192 over `-ub`. VRAM is what nvidia-smi says at most
 while the engine runs, less what it says before. Random tokens, step against step, no sampling.
 """
@@ -58,11 +58,8 @@ def llama(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, A
     for row in found:
         row["vram"], row["arguments"] = vram, " ".join(arguments)
         what = f"pp{row['n_prompt']}" if row["n_prompt"] else f"tg{row['n_gen']}"
-        print(
-            f"  llama.cpp {row['arguments']}, t {row['n_threads']}: {what} {row['avg_ts']:.1f} +- {row['stddev_ts']:.1f} "
-            f"tok/s, {vram} MiB",
-            flush=True,
-        )
+        spread = f"{row['avg_ts']:.1f} +- {row['stddev_ts']:.1f} tok/s"
+        print(f"  llama.cpp {row['arguments']}, t {row['n_threads']}: {what} {spread}, {vram} MiB", flush=True)
     return found
 
 
@@ -73,7 +70,9 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
     best: dict[str, float] = {}
 
     def decode(kept: int) -> bool:
-        rows = llama(options, ["-ncmoe", str(layers - kept), "-p", "0", "-n", "64", "-r", "2", "-t", "16,14"])
+        rows = llama(
+            options, ["-ncmoe", str(layers - kept), "-p", "0", "-n", "64", "-r", "2", "-t", options.llama_threads]
+        )
         if not rows or rows[0]["vram"] > budget:
             return False
         best["tg"] = max(best.get("tg", 0.0), *(r["avg_ts"] for r in rows))
@@ -87,7 +86,7 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
         while kept > 0 and not decode(kept - 1):
             kept -= 1
     if budget == options.prefill_budget:
-        for ubatch, less in ((2048, 5), (4096, 9), (8192, 16)):
+        for ubatch, less in ((4096, 9), (8192, 16)):
             kept = max(0, on_gpu - less)
             how = ["-p", "8192", "-n", "0", "-r", "1", "-ub", str(ubatch), "-b", "8192", "-t", "16"]
             for _ in range(3):
@@ -106,9 +105,12 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
 # ------------------------------------------------------------------------------------------------------------ ours
 
 
-def ours(options: argparse.Namespace, budget: int, ubatch: int = 2048) -> dict[str, Any]:
+def ours(options: argparse.Namespace, budget: int, parts: str, context: int, ubatch: int) -> dict[str, Any]:
+    """One process: "decode", "prompt" (of 8192), or "turns" (what follows such a prompt)."""
+    print(f"  ours, -c {context} -ub {ubatch}: {parts}", flush=True)
     command = [sys.executable, __file__, str(options.file), "--child", str(budget), "--steps", str(options.steps)]
-    command += ["--ubatch", str(ubatch), "--threads", str(options.threads_at.get(budget, options.threads))]
+    command += ["--parts", parts, "--context", str(context), "--ubatch", str(ubatch)]
+    command += ["--threads", str(options.threads_at.get(budget, options.threads))]
     out, errors, vram = watched(command, 240, env=os.environ)
     lines = out.strip().splitlines()
     for line in lines[:-1]:
@@ -127,11 +129,10 @@ def child(options: argparse.Namespace) -> None:
     """One budget in this process; the last line is JSON."""
     import torch
     from offload_speed import Host
-    from speed import Bench, chunk, load, rows, used_mib
+    from speed import Bench, chunk, load, rows
 
-    prompts_only = options.ubatch != 2048
     how = argparse.Namespace(
-        context=12288, ubatch=options.ubatch, parallel=1, eager=False, vram_budget=options.child or None,
+        context=options.context, ubatch=options.ubatch, parallel=1, eager=False, vram_budget=options.child or None,
         threads=options.threads,
     )  # fmt: skip
     executor, details, seconds = load(options.file, how)
@@ -148,7 +149,7 @@ def child(options: argparse.Namespace) -> None:
         return steps / (time.perf_counter() - started)
 
     cached = hasattr(store, "controller")
-    if not prompts_only:
+    if "decode" in options.parts:
         decode(0, 160)
         before = store.statistics().sum(0) if cached else None
         result["tg"] = [decode(160 + i * options.steps, options.steps) for i in range(3)]
@@ -156,11 +157,17 @@ def child(options: argparse.Namespace) -> None:
         if cached:
             count = store.statistics().sum(0) - before
             result["hit_rate"] = float(count[3] / count[2])
-            print(f"hit rate {result['hit_rate']:.3f}, misses a layer {count[4] / count[0]:.2f}: fills {count[5] / count[0]:.2f}, "
-                  f"CPU {count[6] / count[0]:.2f}, shared {count[8] / count[0]:.2f}; {store.controller.reason}")  # fmt: skip
+            per = count / count[0]
+            print(
+                f"hit rate {result['hit_rate']:.3f}; a layer: misses {per[4]:.2f}, fills {per[5]:.2f}, "
+                f"CPU {per[6]:.2f}, shared {per[8]:.2f}; {store.controller.reason}"
+            )
             t = store.mail.trace
-            print(f"last step, us a layer: fills {t[:, 5].mean() / 1e3:.0f}, wait {t[:, 6].mean() / 1e3:.0f}, hidden "
-                  f"{t[:, 9].mean() / 1e3:.0f}, busy {t[:, 4].mean() / 1e3:.0f}, layer {np.diff(t[:, 7]).mean() / 1e3:.0f}")  # fmt: skip
+            us = t.mean(0) / 1e3
+            print(
+                f"last step, us a layer: fills {us[5]:.0f}, busy {us[4]:.0f}, wait {us[6]:.0f}, hidden {us[9]:.0f}, "
+                f"whole {np.diff(t[:, 7]).mean() / 1e3:.0f}"
+            )
             host = Host(executor)
             decode(700, 60)
             host.show()
@@ -172,7 +179,7 @@ def child(options: argparse.Namespace) -> None:
                 print(f"every miss by {name}: {result[name]:.1f} tok/s", flush=True)
             store._forced = None
             store._write_split()
-    if executor.cells.n_cells < 8192 + 2048:
+    if options.parts != "decode" and executor.cells.n_cells < 8192 + 2048:
         started = time.perf_counter()
         more = (8192 + 2048 - executor.cells.n_cells) * executor.cells.cell_bytes
         store.resize(store.budget - -(-more // store.arena.chunk) * store.arena.chunk)
@@ -180,28 +187,25 @@ def child(options: argparse.Namespace) -> None:
         print(
             f"KV grown by {more >> 20} MiB at the experts' expense in {time.perf_counter() - started:.2f} s", flush=True
         )
-    decode(0, 64)
-    short = decode(64, 64)
-    result["pp8192"] = bench.prefill(8192, 4)
-    print(f"prompt of 8192: {[round(v) for v in result['pp8192']]} tok/s", flush=True)
-    if prompts_only:
-        print(json.dumps({"vram": used_mib(), **(store.prefill.times.status() if cached else {})}))
-        store.close()
-        print(json.dumps(result))
-        return
-    after = [decode(8192, 16), decode(8208, 112), decode(8320, 128)]
-    result["after"] = [short, *after]
-    print(f"decode at 64: {short:.1f}; after the prompt, 16, 112 and 128 steps: {[round(v, 1) for v in after]} tok/s")
-    for n in (16, 64, 256):
-        took = []
-        for _ in range(4):
-            batch = chunk(bench.tokens(n), 8448, table, True)
-            started = time.perf_counter()
-            executor.forward(batch)
-            took.append(time.perf_counter() - started)
-        result[f"turn{n}"] = took
-        print(f"{n} new tokens on 8448: {[round(v, 3) for v in took]} s", flush=True)
-    if cached:
+    if options.parts != "decode":
+        decode(0, 160)
+        short = decode(160, 100)
+        result["pp8192"] = bench.prefill(8192, 4)
+        print(f"prompt of 8192: {[round(v) for v in result['pp8192']]} tok/s", flush=True)
+    if "turns" in options.parts:
+        after = [decode(8192, 16), decode(8208, 112), decode(8320, 128)]
+        result["after"] = [short, *after]
+        print(f"decode before: {short:.1f}; after the prompt, 16, 112, 128 steps: {[round(v, 1) for v in after]} tok/s")
+        for n in (16, 64, 256):
+            took = []
+            for _ in range(4):
+                batch = chunk(bench.tokens(n), 8448, table, True)
+                started = time.perf_counter()
+                executor.forward(batch)
+                took.append(time.perf_counter() - started)
+            result[f"turn{n}"] = took
+            print(f"{n} new tokens on 8448: {[round(v, 3) for v in took]} s", flush=True)
+    if cached and "turns" in options.parts:
         print(json.dumps(store.prefill.times.status()))
         free = torch.cuda.mem_get_info()[0]
         started = time.perf_counter()
@@ -209,6 +213,7 @@ def child(options: argparse.Namespace) -> None:
         result["resize"] = time.perf_counter() - started
         freed = (torch.cuda.mem_get_info()[0] - free) >> 20
         print(f"resize by -2048 MiB: {result['resize']:.2f} s, {freed} MiB back; decode {decode(8448, 64):.1f} tok/s")
+    if cached:
         store.close()
     print(json.dumps(result))
 
@@ -219,8 +224,10 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="*", default=[4096, 8192, 12288])
     parser.add_argument("--prefill-budget", type=int, default=8192)
     parser.add_argument("--ubatch", type=int, default=2048)
-    parser.add_argument("--ubatches", type=int, nargs="*", default=[8192], help="also tried for the prompt")
+    parser.add_argument("--context", type=int, default=12288)
+    parser.add_argument("--parts", default="decode")
     parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--llama-threads", default="16,14")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--threads-at", type=json.loads, default={}, help='JSON: {"budget": threads}')
@@ -238,16 +245,23 @@ def main() -> None:
     table, kept = [], {}
     for budget in options.budgets:
         print(f"{budget} MiB", flush=True)
-        mine = ours(options, budget)
+        mine = ours(options, budget, "decode", 1024, 512)  # as llama-bench does: little KV, its default -ub
         if budget == options.prefill_budget and mine:
-            for ubatch in options.ubatches:
-                more = ours(options, budget, ubatch)
-                if more and statistics.median(more["pp8192"][1:]) > statistics.median(mine["pp8192"][1:]):
-                    mine |= {"pp8192": more["pp8192"], "ubatch": ubatch, "vram_prefill": more["vram"]}
+            for parts, ubatch in (("turns", 2048), ("prompt", 8192)):
+                more = ours(options, budget, parts, 12288, ubatch)
+                faster = "pp8192" in more and (
+                    "pp8192" not in mine
+                    or statistics.median(more["pp8192"][1:]) > statistics.median(mine["pp8192"][1:])
+                )
+                if faster:
+                    mine |= {"pp8192": more["pp8192"], "ubatch": ubatch, "vram_prompt": more["vram"]}
+                mine[parts] = more
         theirs = llama_budget(options, budget, layers) if options.llama_bench else {}
         kept[budget] = {"ours": mine, "llama": theirs}
         if mine:
-            line = {"tg": statistics.median(mine["tg"]), "pp8192": statistics.median(mine["pp8192"][1:])}
+            line = {"tg": statistics.median(mine["tg"])}
+            if "pp8192" in mine:
+                line["pp8192"] = statistics.median(mine["pp8192"][1:])
             ratios = "; ".join(
                 f"{k} {v:.1f} against {theirs[k]:.1f}: {v / theirs[k]:.2f}" for k, v in line.items() if k in theirs
             )

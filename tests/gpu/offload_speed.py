@@ -25,11 +25,11 @@ from store_helpers import load_cached
 from ftgguf.bench.replay import load_trace
 from ftgguf.engine.cuda_compile import Helpers, Job
 from ftgguf.engine.survey import survey
+from ftgguf.experts.cpu_worker import cpu_threads
 from ftgguf.experts.measure import Probe, costs_of, probe
 from ftgguf.experts.pinning import cuda_pinner
 from ftgguf.experts.routing import RoutingReplay
 from ftgguf.experts.status import start_line
-from ftgguf.experts.store import cpu_threads
 from ftgguf.flags.config import ContextConfig
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels import fill as kernels
@@ -93,7 +93,8 @@ class Layers:
             mean = some[:, 17].mean() / 1e3
             print(
                 f"    {m} misses ({len(some)} layers): {f:.1f} filled in {us[0]:.0f} us (with products {us[1]:.0f}), "
-                f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}; the layer {whole:.0f} (mean {mean:.0f}), besides {besides:.0f}"
+                f"{c:.1f} on the CPU in {us[2]:.0f}, waited {us[3]:.1f}; "
+                f"the layer {whole:.0f} (mean {mean:.0f}), besides {besides:.0f}"
             )
 
 
