@@ -10,8 +10,9 @@ MIB = 1 << 20
 CONTEXT_BYTES = 640 * MIB
 """A CUDA context with the modules of some hundred kernels, where nothing has been measured yet (an H200 with driver
 580 took 520 MiB before the first kernel)."""
-PLAUSIBLE = (64 * MIB, 1024 * MIB)
-"""What a context takes; the figure is a difference of what is free on the whole device."""
+PLAUSIBLE = (64 * MIB, CONTEXT_BYTES)
+"""What a context takes. The figure is a difference of what is free on the whole device: more than any context was seen
+to take is another program that starts at the same time, whose memory would be missing from the budget."""
 
 
 class DeviceMemory:
