@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ftgguf.engine.fit import CONTEXT, MIB, Fit, Parts, parts_of
+from ftgguf.engine.fit import CONTEXT, MIB, Fit, Parts, parts_of, workspace_bytes
 from ftgguf.engine.survey import Survey
 from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, ServerConfig, pad
 from ftgguf.layers.params import Moe
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ftgguf.engine.device_memory import DeviceMemory
     from ftgguf.experts.store import CachedStore
 
+WORKSPACE_SHARE = 8
+"""A prompt's wide passes may take this part of the budget for their workspace."""
 GRAPHS = 96 * MIB
 """Captured decode graphs and the cache's own tables."""
 
@@ -41,6 +43,34 @@ class CachePlan:
     @property
     def elastic(self) -> bool:
         return self.start_cells < self.fit.n_cells
+
+
+def plan_prompts(
+    survey: Survey, numbers: Numbers, config: ServerConfig, budget: int, context: int = CONTEXT
+) -> tuple[CachePlan | None, ServerConfig]:
+    """`plan_cache`, and the configuration with the physical batch that goes with it.
+
+    Every pass of a prompt reads nearly all experts over the link, whatever its rows: 17 GB in 0.35 s for a model of 48
+    layers on an H200, four times for a prompt of 2048 tokens at llama.cpp's default of 512. Where -ub was not given, a
+    pass is as wide as the logical batch if its workspace leaves the experts enough.
+    """
+    plan = plan_cache(survey, numbers, config, budget, context)
+    c = config.context
+    if plan is None or "context.n_ubatch" in config.given or c.n_ubatch >= c.n_batch:
+        return plan, config
+    if workspace_bytes(survey, c.n_batch) > budget // WORKSPACE_SHARE:
+        return plan, config
+    wide = replace(config, context=replace(c, n_ubatch=c.n_batch))
+    try:
+        wider = plan_cache(survey, numbers, wide, budget, context)
+    except MemoryError:
+        return plan, config
+    if wider is None:
+        return plan, config
+    line = (
+        f"prompts go in passes of {c.n_batch} rows instead of {c.n_ubatch}: each reads the experts once (-ub sets it)"
+    )
+    return replace(wider, fit=replace(wider.fit, lines=(*wider.fit.lines, line))), wide
 
 
 def plan_cache(

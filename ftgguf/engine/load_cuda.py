@@ -17,7 +17,7 @@ from ftgguf.engine.device_memory import DeviceMemory, context_overhead
 from ftgguf.engine.devices import Device, free_memory
 from ftgguf.engine.elastic import Elastic
 from ftgguf.engine.fit import MIB, Fit, budget_of, fit
-from ftgguf.engine.load_cached import make_store, plan_cache
+from ftgguf.engine.load_cached import make_store, plan_prompts
 from ftgguf.engine.segments import Segment, SegmentedExecutor
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.experts.routing import RoutingRecorder
@@ -66,7 +66,7 @@ def load_gpu(
     on, overhead, free = claim(device)
     budget, source_of_budget = budget_of(config, free + overhead)
     found = survey(gguf, numbers, config.context)
-    cached = plan_cache(found, numbers, config, budget, overhead)
+    cached, config = plan_prompts(found, numbers, config, budget, overhead)
     chosen = fit(found, numbers, config, budget, overhead) if cached is None else cached.fit
     if chosen.on_gpu == 0:
         return "; ".join(chosen.lines)

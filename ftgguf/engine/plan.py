@@ -13,7 +13,7 @@ from pathlib import Path
 from ftgguf.engine import devices
 from ftgguf.engine.cpu_rate import product_rate
 from ftgguf.engine.fit import MIB, Fit, Parts, budget_of, fit, kv_bytes
-from ftgguf.engine.load_cached import CachePlan, plan_cache
+from ftgguf.engine.load_cached import CachePlan, plan_prompts
 from ftgguf.engine.memory import available_memory
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.flags import ActionRequested, FlagError, parse_server
@@ -151,7 +151,7 @@ def lines(config: ServerConfig, device: devices.Device | None = None, *, look: b
         return head + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
     free = device.total if device.free is None else device.free
     budget, source = budget_of(config, free)
-    cached = plan_cache(found, numbers, config, budget)
+    cached, config = plan_prompts(found, numbers, config, budget)
     if cached is not None:
         return head + _with_cache(config, found, device, cached, budget, source)
     chosen = fit(found, numbers, config, budget)

@@ -10,8 +10,8 @@ import pytest
 
 from compat.synth import make
 from ftgguf.engine import load_cached
-from ftgguf.engine.fit import MIB, parts_of
-from ftgguf.engine.load_cached import plan_cache
+from ftgguf.engine.fit import MIB, parts_of, workspace_bytes
+from ftgguf.engine.load_cached import plan_cache, plan_prompts
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.flags.config import ContextConfig, PlacementConfig, ServerConfig
 from ftgguf.flags.special import EXPERTS, layer_overrides
@@ -56,6 +56,26 @@ def test_what_does_not_fit_is_cached_in_what_is_left(
     assert plan.mode == "hybrid"
     # not even the rest fits: the model is split by layers as before
     assert plan_cache(found, numbers, c, fixed(found, c), CONTEXT) is None
+
+
+def test_prompts_go_in_wide_passes_where_nobody_said_otherwise(model: tuple[Survey, Numbers]) -> None:
+    """Each pass reads the experts over the link: 2048 rows (-b) instead of 512. Not where -ub is given, where the
+    workspace would take more than an eighth, where the rest would not fit, or without a cache."""
+    found, numbers = model
+    budget = 4096 * MIB
+    c = config(moe_mode="offload")
+    plan, wide = plan_prompts(found, numbers, c, budget, CONTEXT)
+    assert plan is not None
+    assert (wide.context.n_ubatch, wide.context.n_batch) == (2048, 2048)
+    assert plan.fit.parts.workspace == workspace_bytes(found, 2048)
+    assert "passes of 2048 rows instead of 512" in plan.fit.lines[-1]
+    said = replace(c, given=frozenset({"context.n_ubatch"}))
+    assert plan_prompts(found, numbers, said, budget, CONTEXT)[1] is said
+    little = 8 * workspace_bytes(found, 2048) - 1
+    plan, same = plan_prompts(found, numbers, c, little, CONTEXT)
+    assert (plan is not None, same is c) == (True, True)
+    resident = config()
+    assert plan_prompts(found, numbers, resident, 1 << 40, CONTEXT) == (None, resident)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,21 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
 
     def decode(kept: int) -> bool:
         rows = llama(
-            options, ["-ncmoe", str(layers - kept), "-p", "0", "-n", "64", "-r", "2", "-t", options.llama_threads]
+            options,
+            [
+                "-ncmoe",
+                str(layers - kept),
+                "-p",
+                "0",
+                "-n",
+                "64",
+                "-r",
+                "2",
+                "-t",
+                options.llama_threads,
+                "-lm",
+                "none",
+            ],
         )
         if not rows or rows[0]["vram"] > budget:
             return False
@@ -88,7 +102,8 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
     if budget == options.prefill_budget:
         for ubatch, less in ((4096, 9), (8192, 16)):
             kept = max(0, on_gpu - less)
-            how = ["-p", "8192", "-n", "0", "-r", "1", "-ub", str(ubatch), "-b", "8192", "-t", "16"]
+            # "none" reads the file into memory that the device copies from fast
+            how = ["-p", "8192", "-n", "0", "-r", "1", "-ub", str(ubatch), "-b", "8192", "-t", "16", "-lm", "none"]
             for _ in range(3):
                 rows = llama(options, ["-ncmoe", str(layers - kept), *how])
                 if not rows or rows[0]["vram"] <= budget:
