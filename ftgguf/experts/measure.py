@@ -27,7 +27,7 @@ from ftgguf.experts.profile import Profile, ProfileKey, TypeProfile
 from ftgguf.experts.samples import Bandwidths
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
-from ftgguf.kernels.linear import ExpertBatch
+from ftgguf.kernels.linear import ExpertPieces
 from ftgguf.kernels.residency import StepBuffers
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class Probe:
         return rate, max(0.0, (one - (many - one) / (CALL - 1)) / 8) if size else 0.0
 
     def _gpu(self, index: int) -> Cost:
-        """What a piece of a prompt costs: launches, weights read, rows at an expert."""
+        """What a piece of a prompt costs: launches, weights read, rows at an expert. The pairs are sorted before."""
         s = self.store
         spec, device = s.order[index], s.memory.device
         n = min(CALL, s.ring.capacity(spec.slot_bytes), s.state.experts)
@@ -182,9 +182,11 @@ class Probe:
             ids = torch.from_numpy(drawn.astype(np.int32)).to(device)
             x = torch.randn(rows, spec.weights.up.k, device=device)
 
+            rows_in, pieces = Activations(x), ExpertPieces(ids, s.state.experts, spec.weights)
+
             def call() -> int:
-                batch = ExpertBatch(ids, ids, buffer.addresses[spec.slot_bytes])
-                batch.down(batch.gate_up(Activations(x), spec.weights), spec.weights)
+                assert buffer.table is not None
+                pieces.add(rows_in, buffer.table, buffer.addresses[spec.slot_bytes])
                 torch.cuda.synchronize(device)
                 return 1
 
