@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ftgguf.engine.survey import Survey
+from ftgguf.flags.machine import read_machine
 
 HELPERS = 8
 """Processes at most; each takes about 0.6 GB of memory and a core."""
@@ -58,16 +59,23 @@ def _mark(job: Job, survey: Survey) -> Path:
     return cache_folder() / f"ftgguf-{digest.hexdigest()[:32]}.complete"
 
 
+def helper_count() -> int:
+    """As many as this process has CPUs, one left for the engine: `-t` says how many compute, and nothing computes
+    yet."""
+    machine = read_machine()
+    return max(1, min(HELPERS, machine.bounded(len(machine.allowed)) - 1))
+
+
 class Helpers:
     """The running helper processes; none where the cache is complete."""
 
-    def __init__(self, job: Job, survey: Survey, cores: int) -> None:
+    def __init__(self, job: Job, survey: Survey) -> None:
         self.mark = _mark(job, survey)
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[bytes]] = []
         if self.mark.exists():
             return
-        count = max(1, min(HELPERS, cores - 1))
+        count = helper_count()
         command = [sys.executable, "-m", "ftgguf.engine.cuda_compile", json.dumps(asdict(job))]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.processes = [

@@ -6,13 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from ftgguf.engine.fit import CONTEXT
+
 MIB = 1 << 20
-CONTEXT_BYTES = 640 * MIB
-"""A CUDA context with the modules of some hundred kernels, where nothing has been measured yet (an H200 with driver
-580 took 520 MiB before the first kernel)."""
-PLAUSIBLE = (64 * MIB, CONTEXT_BYTES)
-"""What a context takes. The figure is a difference of what is free on the whole device: more than any context was seen
-to take is another program that starts at the same time, whose memory would be missing from the budget."""
+MODULES = 96 * MIB
+"""What the kernels of one file's types take when they are loaded, after the context has been measured."""
+LEAST = 64 * MIB
+"""No context is smaller."""
+
+
+def context_bytes(before: int | None, after: int | None) -> int:
+    """Bytes of a context with its modules, by what is free on the device before and after it was made; CONTEXT where
+    that says nothing.
+
+    Both figures are of the whole device, so a program that starts at the same time is in their difference. Plans count
+    with CONTEXT, which no context was seen to exceed: what is above is the other program's, and would be missing from a
+    budget that the same start holds alone. (What the driver says of each process would be exact, but inside a container
+    it names processes by numbers that are not theirs there.)
+    """
+    if before is None or after is None or before - after < LEAST:  # below: another program gave memory back
+        return CONTEXT
+    return min(before - after + MODULES, CONTEXT)
 
 
 class DeviceMemory:
@@ -83,18 +97,11 @@ def context_overhead(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     if torch.cuda.is_initialized():
-        return CONTEXT_BYTES
+        return CONTEXT
     from ftgguf.engine.devices import free_memory
 
     before = free_memory(device.index or 0)
     torch.cuda.init()
     torch.zeros(1, device=device)
     torch.cuda.synchronize(device)
-    after = free_memory(device.index or 0)
-    if before is None or after is None:
-        return CONTEXT_BYTES
-    taken = before - after
-    if not PLAUSIBLE[0] <= taken <= PLAUSIBLE[1]:  # another program took or gave memory meanwhile
-        return CONTEXT_BYTES
-    # modules of the kernels are loaded later: 96 MiB cover those of one file's types
-    return taken + 96 * MIB
+    return context_bytes(before, free_memory(device.index or 0))

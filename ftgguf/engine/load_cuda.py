@@ -70,6 +70,11 @@ def load_gpu(
     chosen = fit(found, numbers, config, budget, overhead) if cached is None else cached.fit
     if chosen.on_gpu == 0:
         return "; ".join(chosen.lines)
+    if chosen.first and config.placement.record_routing:
+        why = "; ".join(chosen.lines) or f"-ngl keeps {chosen.first} of {chosen.n_layer} layers on the CPU"
+        raise ModelError(
+            f"--record-routing: only where one device runs the whole model ({why}): use -ngl all or -ngl 0"
+        )
     memory = DeviceMemory(on, budget, overhead)
     memory.limit_allocator()
     segments: list[Segment] = []
@@ -86,7 +91,7 @@ def load_gpu(
             config.context.type_k, config.context.type_v, [b.attention for b in found.model.blocks[chosen.first :]]
         )[0],
     )
-    helpers = Helpers(job, found, config.cpu.threads)
+    helpers = Helpers(job, found)
     try:
         store = None if cached is None else make_store(cached, config, numbers, memory)
         cells = None if cached is None else cached.start_cells
@@ -96,7 +101,7 @@ def load_gpu(
         if store is not None and cached is not None and cached.elastic:
             gpu.elastic = Elastic(gpu, store)
         if config.placement.record_routing:
-            record(config.placement.record_routing, gpu, chosen)
+            record(config.placement.record_routing, gpu)
         progress("compiling kernels", 0.0)
         notes.append(helpers.wait())
         if store is not None:
@@ -124,10 +129,8 @@ def load_gpu(
     return GpuModel(executor, gpu, details)
 
 
-def record(path: str, gpu: CudaExecutor, chosen: Fit) -> None:
+def record(path: str, gpu: CudaExecutor) -> None:
     """Write decode's routes to `path` (`--record-routing`). Raises ModelError where there is nothing to write."""
-    if chosen.first:
-        raise ModelError("--record-routing: only where one device runs the whole model: add -ngl all or -ngl 0")
     trace = open_trace(path, gpu.model.blocks)
     gpu.store.hook = RoutingRecorder(trace, sorted(gpu.store.specs), gpu.sizes[-1], gpu.device)
 

@@ -94,22 +94,50 @@ def test_a_budget_above_what_is_free_is_said_to_be_so() -> None:
     assert budget_of(config, 400 * MIB) == (400 * MIB, "free, less than --vram-budget 500")
 
 
-@pytest.mark.parametrize(("after", "expected"), [(480, 520 + 96), (950, None), (-3000, None)])
-def test_other_programs_do_not_count_as_our_context(
-    after: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        (1000, 700, 300 + 96),  # a context of 300 MiB, and what its modules take
+        (1000, 480, 520 + 96),  # measured on an H200 with driver 580
+        (2000, 960, 640),  # two contexts: another server starts
+        (9000, 1000, 640),  # and loads
+        (1000, 950, 640),  # something else gave memory back
+        (1000, 3000, 640),
+        (None, 500, 640),
+        (1000, None, 640),
+    ],
+)
+def test_other_programs_do_not_count_as_our_context(before: int | None, after: int | None, expected: int) -> None:
     """What is free is a figure of the whole device: while we start, others take and give memory."""
-    torch = pytest.importorskip("torch", reason="the GPU path needs torch")
-    from ftgguf.engine import device_memory, devices
+    pytest.importorskip("torch", reason="the GPU path needs torch")
+    from ftgguf.engine.device_memory import context_bytes
 
-    free = iter((1000 * MIB, after * MIB))
-    monkeypatch.setattr(devices, "free_memory", lambda index: next(free))
-    for name in ("init", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    found = context_bytes(None if before is None else before * MIB, None if after is None else after * MIB)
+    assert found == expected * MIB
+
+
+def test_a_context_is_measured_around_its_making(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look comes before CUDA is initialized; a context that is there already cannot be measured."""
+    torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+    from ftgguf.engine import devices
+    from ftgguf.engine.device_memory import context_overhead
+    from ftgguf.engine.fit import CONTEXT
+
+    steps: list[str] = []
+
+    def free_memory(index: int) -> int:
+        steps.append(f"look at {index}")
+        return (1000 if len(steps) == 1 else 700) * MIB
+
+    monkeypatch.setattr(devices, "free_memory", free_memory)
+    monkeypatch.setattr(torch.cuda, "init", lambda: steps.append("init"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append("wait"))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: steps.append("use"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    found = device_memory.context_overhead(torch.device("cuda", 0))
-    assert found == (device_memory.CONTEXT_BYTES if expected is None else expected * MIB)
+    assert context_overhead(torch.device("cuda", 1)) == 396 * MIB
+    assert steps == ["look at 1", "init", "use", "wait", "look at 1"]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert context_overhead(torch.device("cuda", 1)) == CONTEXT
 
 
 def test_many_cells_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

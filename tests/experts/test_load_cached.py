@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from compat.synth import make
 from ftgguf.engine import load_cached
-from ftgguf.engine.fit import MIB, parts_of, workspace_bytes
+from ftgguf.engine.fit import MIB, fit, parts_of, workspace_bytes
 from ftgguf.engine.load_cached import plan_cache, plan_prompts
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.flags.config import ContextConfig, PlacementConfig, ServerConfig
@@ -21,12 +25,17 @@ from ftgguf.models.config import Numbers, read_numbers
 CONTEXT = 256 * MIB
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Survey, Numbers]:
-    path = make("qwen3moe", tmp_path_factory.mktemp("plan") / "m.gguf", types="Q8_0", n_layer=4, n_expert=64)
-    gguf = open_gguf(Path(path))
-    numbers = read_numbers(gguf)
-    return survey(gguf, numbers, ContextConfig()), numbers
+@functools.cache
+def small_model() -> tuple[Survey, Numbers]:
+    with tempfile.TemporaryDirectory() as folder:
+        gguf = open_gguf(make("qwen3moe", Path(folder) / "m.gguf", types="Q8_0", n_layer=4, n_expert=64))
+        numbers = read_numbers(gguf)
+        return survey(gguf, numbers, ContextConfig()), numbers
+
+
+@pytest.fixture
+def model() -> tuple[Survey, Numbers]:
+    return small_model()
 
 
 def config(**placement: Any) -> ServerConfig:
@@ -114,3 +123,31 @@ def test_a_mode_that_cannot_work_is_refused_with_the_numbers(model: tuple[Survey
     found, numbers = model
     with pytest.raises(MemoryError, match="without its experts does not fit"):
         plan_cache(found, numbers, config(moe_mode="offload"), 100 * MIB, CONTEXT)
+
+
+@given(
+    before=st.integers(0, 200_000),
+    context=st.integers(1, 500),
+    others=st.integers(-100_000, 100_000),
+    cache=st.integers(0, 40),
+)
+def test_a_budget_that_holds_alone_holds_beside_other_programs(
+    before: int, context: int, others: int, cache: int
+) -> None:
+    """Whatever others take or give while the context is made: a budget that is made with the plan's own context, the
+    most that is counted for one, caches at least what it was made for."""
+    pytest.importorskip("torch", reason="the GPU path needs torch")
+    from ftgguf.engine.device_memory import context_bytes
+
+    found, numbers = small_model()
+    c = config()
+    parts = parts_of(found, 0, 2048, c)
+    budget = parts.total - parts.experts + load_cached.GRAPHS + cache * MIB
+    overhead = context_bytes(before * MIB, (before - context - others) * MIB)
+    plan = plan_cache(found, numbers, c, budget, overhead)
+    if plan is None:  # everything fits: that is more than was asked for
+        assert fit(found, numbers, c, budget, overhead).first == 0
+        assert parts_of(found, 0, 2048, c, overhead).total <= budget
+    else:
+        assert plan.budget >= min(cache * MIB, parts.experts)
+        assert plan.fit.parts.total + load_cached.GRAPHS <= budget

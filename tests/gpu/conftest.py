@@ -1,6 +1,7 @@
 """These tests need a CUDA device; without one they are collected and skipped, so that the skip is seen.
 
 FTGGUF_SHARD=i/n runs every n-th test from the i-th: several processes compile and test side by side.
+FTGGUF_TEST_REPORT=FILE: what each test said, as it happens (gpu_report.py).
 FTGGUF_SIMULATE=1 runs the servers' tests without a device, on a simulated one (serve_helpers).
 """
 
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "kernels"), str(Path(__file__).parent)]
+import gpu_report  # noqa: E402  (beside this file)
+
 torch = pytest.importorskip("torch", reason="the kernels need torch")
 if not torch.cuda.is_available():  # importing the kernels without a device needs the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -23,6 +26,7 @@ SIMULATED = os.environ.get("FTGGUF_SIMULATE", "") not in ("", "0")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "xdist_group(name): tests that share a server (pytest-xdist --dist loadgroup)")
+    gpu_report.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ as predicted and as measured. `--replay FILE.npz` routes decode as a recorded tr
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -317,7 +316,7 @@ def main() -> None:
     gguf = open_gguf(a.file)
     major, minor = torch.cuda.get_device_capability(DEVICE)
     job = Job(str(a.file), 10 * major + minor, 0, n_cells=4096, max_rows=2048, decode_rows=1, kv="f16")
-    print(Helpers(job, survey(gguf, read_numbers(gguf), ContextConfig()), os.cpu_count() or 1).wait(), flush=True)
+    print(Helpers(job, survey(gguf, read_numbers(gguf), ContextConfig())).wait(), flush=True)
     for share in a.shares:
         for threads in a.threads:
             measure_share(a.file, share, threads, trace, a.steps, set(a.parts))

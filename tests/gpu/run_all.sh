@@ -4,8 +4,10 @@
 # CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, site/ with a built llama_cpp package and
 # site/include with ggml's headers, peer.tar.xz with llama.cpp built for CUDA (pack/llama-server, its libraries beside it).
 # Needs torch, triton, nanobind, cmake, a C++ compiler.
-# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests speed kernels against". LLAMA_BENCH:
-# a llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is there).
+# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests serve speed kernels against".
+# LLAMA_BENCH: a llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is
+# there). `serve` (only where asked for): servers as users start them; a first start, then the tests with SERVE_ARGS for
+# at most SERVE_LIMIT seconds; serve-report.txt has what each test said, also of a run that is cut.
 # `against` (only where asked for) is the whole comparison over HTTP, and an agent's sessions. LLAMA_SERVER: a llama-server
 # built with CUDA, instead of the carried one. BUDGETS: MiB of VRAM for each side, 0 for all; TRACE: the budget of the
 # sessions, empty for none; the peer's placement is that found for the same budget before. AGAINST_LIMIT, TRACE_LIMIT:
@@ -44,10 +46,27 @@ case $what in *speed*)
     ;;
 esac
 case $what in *tests*)
-    OMP_NUM_THREADS=4 timeout "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
+    OMP_NUM_THREADS=4 timeout -s INT -k 15 "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
         --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
         >"$out/engine-tests.log" 2>&1
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60
+    ;;
+esac
+case $what in *serve*)
+    began=$(date +%s)
+    PYTHONPATH="$PYTHONPATH:$PWD/tests:$PWD/tests/gpu" timeout -s INT -k 15 "${START_LIMIT:-150}" \
+        python3 tests/gpu/first_start.py 2>&1 | tee -a "$log" | tail -n 12
+    workers=$(python3 -c "import xdist; print('-n 5 --dist loadgroup')" 2>/dev/null)
+    report=$out/serve-report.txt
+    FTGGUF_TEST_REPORT=$report timeout -s INT -k 15 "${SERVE_LIMIT:-420}" python3 -m pytest -p no:cacheprovider --tb=short \
+        --durations=8 ${SERVE_ARGS:-$workers} tests/gpu/test_serve_gpu.py tests/gpu/test_serve_moe_gpu.py \
+        >"$out/serve-tests.log" 2>&1
+    [ -e "$report" ] && python3 tests/gpu/gpu_report.py "$report" || tail -n 20 "$out/serve-tests.log"
+    # servers that were not up when the run ended
+    for server in "${TMPDIR:-/tmp}"/ftgguf-serve-*/*.log; do
+        [ -e "$server" ] && ! grep -q "Talk to it" "$server" && echo "== $server" && tail -n 12 "$server"
+    done | tee -a "$log" | cut -c1-240 | tail -n 40
+    echo "servers tested in $(($(date +%s) - began)) s"
     ;;
 esac
 case $what in *speed*)

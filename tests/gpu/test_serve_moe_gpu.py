@@ -19,11 +19,13 @@ import pytest
 from serve_helpers import (
     CONTEXT,
     FEW,
+    GRAPHS_MIB,
     LONG,
     MANY,
     REAL,
     ROOT,
     ROUGH,
+    SIMULATED_MIB,
     SIZES,
     START_S,
     Server,
@@ -49,7 +51,7 @@ from ftgguf.nouns import PAGE
 
 MIB = 1 << 20
 CACHE = 100 if REAL else 4
-"""MiB of experts that fit, of 226 (or 9.7)."""
+"""MiB of experts that fit, of 432 (or 9.7)."""
 TOTAL = SIZES["n_layer"] * SIZES["n_expert"]
 cached = pytest.mark.xdist_group("cached")
 faulty = pytest.mark.xdist_group("faulty")
@@ -173,6 +175,45 @@ def test_the_recorded_routes_are_what_bench_cache_reads(hybrid: Server) -> None:
     code, said = command("bench", "cache", "--trace", trace, "--percent", "25", "--tokens", "40", "--jobs", "1")
     assert code == 0, said
     assert "%" in said
+
+
+# ------------------------------------------------------------------------------------------------------- starts
+
+
+@pytest.mark.xdist_group("together")
+def test_servers_that_start_together_cache_as_much_as_one_alone() -> None:
+    """What others take while a server makes its context is not in its budget. On a device three at once; the simulated
+    one loses 2000 MiB meanwhile. A budget is for CACHE MiB with the largest context that a plan counts with."""
+    free = {} if REAL else {"FTGGUF_TEST_FREE": f"{SIMULATED_MIB},{SIMULATED_MIB - 2000}"}
+    started: list[Server] = []
+    threads = [
+        threading.Thread(target=lambda: started.append(Server(moe(), *limits(), **free)))
+        for _ in range(3 if REAL else 1)
+    ]
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert len(started) == len(threads), "a server did not come up"
+        for running in started:
+            assert experts(running)["enabled"], running.log
+            assert experts(running)["budget_bytes"] >= CACHE * MIB
+            assert same(greedy(running, prompt(3), FEW), reference(moe(), prompt(3), FEW)) > 0
+    finally:
+        for running in started:
+            running.stop()
+
+
+@pytest.mark.xdist_group("together")
+def test_routes_of_a_model_in_two_parts_are_refused_with_the_reason(tmp_path: Path) -> None:
+    """Before anything is loaded, and with what decided the split: nobody asked for it."""
+    plan = ("-c", str(CONTEXT), "-np", "2")
+    half = budget_for(moe(), 0, *plan) - GRAPHS_MIB - 1
+    said = refusal(moe(), *plan, "--vram-budget", str(half), "--record-routing", str(tmp_path / "t.npz"))
+    assert "--record-routing: only where one device runs the whole model" in said
+    assert f"layers fit into {half} MiB" in said
+    assert "Traceback" not in said
 
 
 # -------------------------------------------------------------------------------------------------------- modes

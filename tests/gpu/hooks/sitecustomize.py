@@ -6,6 +6,8 @@ says: `fault` runs a kernel that writes to an illegal address, `full` lets torch
 
 FTGGUF_TEST_SIMULATE=MIB: a GPU of so much memory, simulated: the product takes the same way through its code as on a
 CUDA machine, with tensors on the CPU, kernels in Triton's interpreter and allocations counted against the budget.
+FTGGUF_TEST_FREE=BEFORE,AFTER: MiB that it has free before and after the context is made, as they are read while other
+programs start or end.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ MIB = 1 << 20
 SIMULATED = int(os.environ.get("FTGGUF_TEST_SIMULATE", "0"))
 FAULT = os.environ.get("FTGGUF_TEST_FAULT", "")
 HOST_MEMORY = os.environ.get("FTGGUF_TEST_HOST_MEMORY", "")
+FREE = [int(mib) * MIB for mib in os.environ.get("FTGGUF_TEST_FREE", "").split(",") if mib]
 OVERHEAD = 640 * MIB
 """A simulated context."""
 
@@ -105,7 +108,12 @@ def loading(load: Any) -> None:
 
         def stop(self) -> None: ...
 
-    load.claim = lambda device: (torch.device("cpu"), OVERHEAD, SIMULATED * MIB - OVERHEAD)
+    def claim(device: Any) -> tuple[Any, int, int]:
+        from ftgguf.engine.device_memory import context_bytes
+
+        return torch.device("cpu"), context_bytes(*FREE) if FREE else OVERHEAD, SIMULATED * MIB - OVERHEAD
+
+    load.claim = claim
     load.Helpers = Nobody
 
 
