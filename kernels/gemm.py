@@ -19,6 +19,7 @@ from .act import ACTIVATIONS, activate
 from .activations import Activations
 from .dequant_iq import grid_table
 from .formats import Type
+from .group import Groups
 from .matrix import ExpertMatrix, ExpertWeights, QuantMatrix
 from .tile import tile_dot
 
@@ -138,43 +139,6 @@ def gemm(
             target, out, *extra, m * w.n, w.n, SPLIT=c.split, **flags, B=1024, num_warps=4
         )
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Routed pairs sorted by slot, in tiles of `bm` that each belong to one slot.
-
-    `order` int32 [P]: pairs in slot order. `tile` int32 [tiles, 3]: (slot or -1, first index into `order`, pairs).
-    The number of tiles depends on shapes only, so a launch over all of them needs nothing from the device.
-    """
-
-    order: torch.Tensor
-    tile: torch.Tensor
-    bm: int
-
-
-def group_pairs(ids: torch.Tensor, slots: int, bm: int) -> Groups:
-    """Sort pairs by slot. `ids` int32 [M, k] in [-1, slots); pairs with -1 belong to no tile. Nothing is copied to the
-    host, so it may be captured."""
-    flat = ids.reshape(-1).long()
-    pairs = flat.numel()
-    keyed = torch.where(flat < 0, slots, flat)
-    order = torch.sort(keyed, stable=True).indices
-    counts = torch.zeros(slots + 1, dtype=torch.long, device=ids.device)
-    counts.scatter_add_(0, keyed, torch.ones_like(keyed))
-    counts = counts[:slots]
-    first = torch.cumsum(counts, 0) - counts
-    tiles_of = (counts + bm - 1) // bm
-    end = torch.cumsum(tiles_of, 0)
-    number = torch.arange(min(pairs, pairs // bm + min(slots, pairs)), device=ids.device)
-    slot = torch.searchsorted(end, number, right=True)
-    real = slot < slots
-    slot = torch.where(real, slot, 0)
-    nth = number - (end[slot] - tiles_of[slot])
-    start = first[slot] + nth * bm
-    count = torch.clamp(counts[slot] - nth * bm, max=bm)
-    tile = torch.stack([torch.where(real, slot, -1), start, torch.where(real, count, 0)], 1)
-    return Groups(order.int(), tile.int().contiguous(), bm)
 
 
 @triton.jit

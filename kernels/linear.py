@@ -13,8 +13,9 @@ import torch
 from . import expert_gemv
 from . import gemm as tiles
 from .activations import Activations
-from .gemm import Groups, expert_config, gemm, group_pairs
+from .gemm import expert_config, gemm
 from .gemv import MAX_ROWS, gemv
+from .group import Groups, group_pairs
 from .matrix import ExpertWeights, QuantMatrix
 
 

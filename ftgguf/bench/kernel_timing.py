@@ -18,6 +18,7 @@ from ftgguf.kernels.activations import Activations, quantize
 from ftgguf.kernels.attention import AttentionSpec, attention_decode, attention_prefill, prefill_tiles
 from ftgguf.kernels.formats import FORMATS, Activation, Type
 from ftgguf.kernels.gemv import gemv
+from ftgguf.kernels.group import group_pairs
 from ftgguf.kernels.kvcache import PAGE, make_cache
 from ftgguf.kernels.linear import linear, linear_many
 from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights, QuantMatrix
@@ -165,7 +166,7 @@ class ExpertBench:
         f, d = EXPERT
         device = self.slots.device
         ids = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(m)]).int().to(device)
-        g = tiles.group_pairs(ids, EXPERTS, c.bm)
+        g = group_pairs(ids, EXPERTS, c.bm)
         x = Activations(torch.randn(m if pair else m * TOP_K, d if pair else f, device=device))
         x.tile(torch.bfloat16)
         if pair:

@@ -171,7 +171,8 @@ class PrefillPass:
         if not self._seeds:
             return
         s = self.store
-        last = [t.cpu().numpy() for t in self._seeds]
+        sizes = [t.numel() for t in self._seeds]
+        last = np.split(torch.cat([t.reshape(-1) for t in self._seeds]).cpu().numpy(), np.cumsum(sizes)[:-1])
         self.times.take()
         s.device_state.store(s.state)
         for i, ids in enumerate(last):

@@ -9,7 +9,7 @@ from kernel_checks import check_experts
 
 from ftgguf.kernels.act import ACTIVATIONS
 from ftgguf.kernels.formats import Type
-from ftgguf.kernels.gemm import group_pairs
+from ftgguf.kernels.group import group_pairs
 from ftgguf.kernels.linear import ExpertBatch
 from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights
 
@@ -56,19 +56,34 @@ def test_activations(name: str) -> None:
     check_experts(case, 9, 2, 3, seed=12)
 
 
-def test_group_pairs() -> None:
-    """Each pair with a slot is in exactly one tile, of its own slot; the number of tiles depends on shapes only."""
-    ids = torch.tensor([[0, 2], [2, -1], [2, 0], [5, 2], [-1, -1]], dtype=torch.int32, device=DEVICE)
-    g = group_pairs(ids, 6, 2)
-    assert g.tile.shape == (min(10, 10 // 2 + 6), 3)
-    seen = []
+@pytest.mark.parametrize(
+    ("rows", "k", "slots", "bm"),
+    [(5, 2, 6, 2), (1, 1, 1, 16), (9, 8, 128, 16), (70, 4, 5, 16), (300, 2, 1, 32), (40, 8, 300, 64)],
+)
+@pytest.mark.parametrize("missing", [0.0, 0.3, 1.0])
+def test_group_pairs(rows: int, k: int, slots: int, bm: int, missing: float) -> None:
+    """Each pair with a slot is in exactly one tile, of its own slot, and a slot's tiles are full but for its last; the
+    number of tiles depends on shapes only. By definition."""
+    make = torch.Generator().manual_seed(rows)
+    ids = torch.randint(0, slots, (rows, k), generator=make, dtype=torch.int32)
+    ids[torch.rand(rows, k, generator=make) < missing] = -1
+    g = group_pairs(ids.to(DEVICE), slots, bm)
+    pairs, flat = rows * k, ids.reshape(-1)
+    assert g.tile.shape == (min(pairs, pairs // bm + min(slots, pairs)), 3)
+    seen: list[int] = []
+    sizes: dict[int, list[int]] = {}
     for slot, start, count in g.tile.tolist():
         if slot >= 0:
-            pairs = g.order[start : start + count].tolist()
-            assert 1 <= count <= 2
-            assert all(ids.reshape(-1)[p] == slot for p in pairs)
-            seen += pairs
-    assert sorted(seen) == [p for p in range(10) if ids.reshape(-1)[p] >= 0]
+            found = g.order[start : start + count].tolist()
+            assert all(flat[p] == slot for p in found)
+            seen += found
+            sizes.setdefault(slot, []).append(count)
+        else:
+            assert (slot, start, count) == (-1, 0, 0)
+    assert sorted(seen) == torch.nonzero(flat >= 0).reshape(-1).tolist()
+    for found in sizes.values():
+        assert all(n == bm for n in found[:-1])
+        assert 1 <= found[-1] <= bm
 
 
 def test_nothing_is_here() -> None:

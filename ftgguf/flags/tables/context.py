@@ -36,8 +36,8 @@ FLAGS: tuple[Flag, ...] = (
     value("-b", "--batch-size", hint="N", parse=v.whole(1), to="context.n_batch", env=_ENV + "BATCH",
           help="tokens taken in at once (logical batch)"),
     value("-ub", "--ubatch-size", hint="N", parse=v.whole(0), to="context.n_ubatch", env=_ENV + "UBATCH", tier="B",
-          note="the largest prefill chunk; a chunk may be smaller so that decoding goes on between chunks. Not given, and "
-          "experts come from host memory: as wide as --batch-size, since each chunk reads them all once",
+          note="the largest prefill chunk; a chunk may be smaller so that decoding goes on between chunks. Not given, "
+               "and experts come from host memory: as wide as --batch-size, since each chunk reads them all once",
           help="tokens computed at once (physical batch), 0 for --batch-size"),
     value("--keep", hint="N", parse=v.whole(-1), to="context.n_keep", tier="B",
           note="used by --context-shift only", help="prompt tokens a context shift keeps, -1 for all"),
