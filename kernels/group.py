@@ -18,8 +18,8 @@ class Groups:
     """Routed pairs sorted by slot, in tiles of `bm` that each belong to one slot.
 
     `order` int32 [P]: pairs in slot order, within a slot in any order (a tile's columns do not see each other); what
-    lies behind the last tile's is not written. `tile` int32 [tiles, 3]: (slot or -1, first index into `order`, pairs). The
-    number of tiles depends on shapes only, so a launch over all of them needs nothing from the device.
+    lies behind the last tile's is not written. `tile` int32 [tiles, 3]: (slot or -1, first index into `order`, pairs).
+    The number of tiles depends on shapes only, so a launch over all of them needs nothing from the device.
     """
 
     order: torch.Tensor
