@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ftgguf.engine.link import die_with_parent
 from ftgguf.engine.survey import Survey
 from ftgguf.flags.machine import read_machine
 
@@ -176,7 +177,8 @@ def _compile(job: Job, share: int, count: int) -> None:
 
 
 def main() -> None:
-    """Entry point of a helper."""
+    """Entry point of a helper. It ends with the engine: a server stopped at start leaves no compilers behind."""
+    die_with_parent()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job")
     parser.add_argument("share", help="i/n: every n-th pass from the i-th")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ def test_each_has_its_share_and_a_complete_cache_needs_none(tmp_path: Path, monk
     mark = tmp_path / "cache" / "all.complete"
     monkeypatch.setattr(cuda_compile, "_mark", lambda job, survey: mark)
     monkeypatch.setattr(cuda_compile, "read_machine", lambda: machine(5))
-    monkeypatch.setattr(cuda_compile.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     survey: Any = None
     helpers = Helpers(JOB, survey)
     assert [line[-1] for line in started] == ["0/4", "1/4", "2/4", "3/4"]
@@ -50,3 +53,27 @@ def test_each_has_its_share_and_a_complete_cache_needs_none(tmp_path: Path, monk
     helpers.complete()
     assert Helpers(JOB, survey).wait() == "kernels found in the cache"
     assert len(started) == 4
+
+
+HELPER = """
+import sys, time
+from ftgguf.engine import cuda_compile
+cuda_compile._compile = lambda *_: (print("compiling", flush=True), time.sleep(100))
+cuda_compile.main()
+"""
+ENGINE = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_helpers_end_with_the_engine() -> None:
+    """The engine is killed (its server was stopped): the pipe that both write to is closed at once, by both."""
+    line = [sys.executable, "-c", ENGINE, HELPER, json.dumps(asdict(JOB)), "0/1"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        assert engine.stdout.readline() == "compiling\n"
+        engine.kill()
+        rest, _ = engine.communicate(timeout=50)
+    assert rest == ""

@@ -19,7 +19,6 @@ import pytest
 from serve_helpers import (
     CONTEXT,
     FEW,
-    GRAPHS_MIB,
     LONG,
     MANY,
     REAL,
@@ -207,12 +206,10 @@ def test_servers_that_start_together_cache_as_much_as_one_alone() -> None:
 
 @pytest.mark.xdist_group("together")
 def test_routes_of_a_model_in_two_parts_are_refused_with_the_reason(tmp_path: Path) -> None:
-    """Before anything is loaded, and with what decided the split: nobody asked for it."""
-    plan = ("-c", str(CONTEXT), "-np", "2")
-    half = budget_for(moe(), 0, *plan) - GRAPHS_MIB - 1
-    said = refusal(moe(), *plan, "--vram-budget", str(half), "--record-routing", str(tmp_path / "t.npz"))
-    assert "--record-routing: only where one device runs the whole model" in said
-    assert f"layers fit into {half} MiB" in said
+    """Before anything is loaded."""
+    said = refusal(moe(), "-ngl", "2", "-c", str(CONTEXT), "--record-routing", str(tmp_path / "t.npz"))
+    kept = SIZES["n_layer"] - 1
+    assert f"one device runs the whole model (-ngl keeps {kept} of {kept + 1} layers on the CPU)" in said
     assert "Traceback" not in said
 
 
