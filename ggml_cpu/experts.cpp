@@ -139,8 +139,9 @@ void ExpertWorker::check(const ExpertJob & job) const {
         }
     }
     int entries = job.n_experts > 0 ? job.start[job.n_experts] : 0;
-    if (job.hidden && (job.n_experts == 0 || entries > kEntries)) {
-        throw std::invalid_argument("a shared expert in a list of none, or of more than a decode step's rows");
+    // Experts without entries are left out of a part: the first one must be the shared one there, too.
+    if (job.hidden && (job.n_experts == 0 || job.start[1] == 0 || entries > kEntries)) {
+        throw std::invalid_argument("a shared expert without entries, or in a list of more than a decode step's rows");
     }
     for (int j = 0; j < entries; j++) {
         if (job.rows_of[j] < 0 || job.rows_of[j] >= job.rows * job.k) {

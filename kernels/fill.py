@@ -256,6 +256,8 @@ class Part:
 def fill(out: StepBuffers, slot_bytes: int, stamps: torch.Tensor, n_programs: int, part: Part | None = None) -> None:
     """Queue the copies that `out` lists; `stamps` int64 [3] on the device takes their begin and end. `part` is needed
     where the decision may share an expert."""
+    if stamps.numel() < 3 or stamps.dtype != torch.int64:
+        raise ValueError(f"the fill stores three int64 stamps, not {stamps.numel()} of {stamps.dtype}")
     if slot_bytes % 256 or (part and (part.at % 16 or part.size % 16)):
         raise ValueError(f"slots are multiples of 256 bytes and parts of 16, not {slot_bytes}, {part}")
     _fill[(n_programs,)](

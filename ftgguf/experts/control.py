@@ -219,6 +219,8 @@ class SplitController:
         share = part_bytes / expert_bytes
         # in the steps of `late`, so that the estimate's noise is not copied to the device
         steps = max(1, round((share * (1 - e.phi) + HIDDEN_WAIT / whole) / LATE_STEP))
+        if steps * LATE_STEP * PHI_ONE > LATE_MOST:
+            return 0, 0  # the wait alone takes longer than experts do, and int32 ends somewhere
         return round(steps * LATE_STEP * PHI_ONE), round(share * to_q16(e.phi))
 
     def write(self, split: NDArray[np.int32], kinds: Sequence[str]) -> bool:
@@ -230,11 +232,19 @@ class SplitController:
         split[:] = rows
         return True
 
-    def record(self, sample: StepSample) -> None:
-        """Take in what a step measured; may change arm and phi."""
+    def record(self, sample: StepSample, arm: Arm | None = None) -> None:
+        """Take in what a step measured; may change arm and phi.
+
+        `arm`: the one that the step ran with, where it was begun before the last sample was taken in (None:
+        `running`). What another arm did counts for that arm's rates, and for no comparison.
+        """
+        arm = arm or self.running
         self.steps += 1
-        self._correct(sample)
+        self._correct(sample, arm)
         if not self.rails:
+            return
+        if arm is not self.running:
+            self.trial_steps += arm is not self.arm
             return
         if self._trial is not None:
             self._record_trial(sample)
@@ -267,10 +277,10 @@ class SplitController:
 
     # ------------------------------------------------------------------------------------------ correction
 
-    def _correct(self, sample: StepSample) -> None:
+    def _correct(self, sample: StepSample, arm: Arm) -> None:
         for kind, p in sample.paths.items():
             e = self.estimates[kind]
-            group = "contended" if self.running is Arm.SPLIT else "alone"
+            group = "contended" if arm is Arm.SPLIT else "alone"
             e.blend(group, "fill", p.fill_bytes, p.fill_seconds)
             e.blend(group, "cpu", p.cpu_bytes, p.cpu_seconds)
             if group == "contended":

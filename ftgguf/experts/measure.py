@@ -147,7 +147,7 @@ class Probe:
         first = s.ring.buffers[0].memory.data_ptr()
         out.header[3] = n
         out.fill_dst.copy_(torch.arange(n, dtype=torch.int64) * size + first)
-        stamps = torch.zeros(2, dtype=torch.int64, device=device)
+        stamps = torch.zeros(3, dtype=torch.int64, device=device)
 
         def call() -> int:
             index = int(self.rng.choice(layers))

@@ -101,8 +101,10 @@ class CachedStore(ExpertStore):
         """Passes that found no memory."""
         self._step_started = 0.0
         self._steps = 0
-        self._taken: tuple[float, int] | None = None
-        """Seconds and rows of the step whose sums the meter holds."""
+        self._taken: tuple[float, int, Arm] | None = None
+        """Seconds, rows and arm of the step whose sums the meter holds."""
+        self._running = arm
+        """The arm whose split the device has."""
         self._due = False
         self._mixed = False
         self.fill_seconds = 0.0
@@ -302,7 +304,7 @@ class CachedStore(ExpertStore):
         if rows > self.decode_rows:
             return
         if not mixed:
-            self._taken = (time.perf_counter() - self._step_started, rows)
+            self._taken = (time.perf_counter() - self._step_started, rows, self._running)
         self._steps += 1
         if self._steps % EVERY == 0 and not all(self.bank.pinned.values()) and self.arena.chunks:
             promote(self)
@@ -313,14 +315,15 @@ class CachedStore(ExpertStore):
         """Learn from the step before, while the device runs this one: between steps it took 0.3 ms."""
         if self._taken is None:
             return
-        sample, self._taken = self.meter.read(*self._taken), None
+        seconds, rows, arm = self._taken
+        sample, self._taken = self.meter.read(seconds, rows), None
         if sample is None or self._forced is not None:
             return  # a forced split shows one path alone, and the estimates are of both at once
         for path in sample.paths.values():
             self.fill_seconds += path.fill_seconds
             self.fill_bytes_timed += path.fill_bytes
         running, switches = self.controller.running, self.controller.switches
-        self.controller.record(sample)
+        self.controller.record(sample, arm)
         if self.controller.switches != switches:
             log.info("misses are served by another arm: %s", self.controller.reason)
         self._due |= self.controller.running is not running or self._steps % WRITE_EVERY == 0
@@ -328,6 +331,7 @@ class CachedStore(ExpertStore):
     def _write_split(self) -> None:
         """The split of the next step to the device, where it is another than the last one's."""
         c = self.controller
+        self._running = c.running
         forced = self._forced
         chosen = {
             (kind, size, part): (c.split(kind), c.late(kind, size), c.part(kind, size, part))
@@ -362,8 +366,10 @@ class CachedStore(ExpertStore):
     def abandon(self) -> int:
         self.prefill.abandon()
         self._taken = None
+        self._mixed = True  # what the CPU did for it is no part of the next step
         self.room_given += 1
-        return min(2 * self.arena.chunk, self.arena.bytes)
+        # A chunk that is longer than its plan counts as a whole in the arena: never ask for the ring's memory.
+        return min(2 * self.arena.chunk, self.arena.bytes, self.budget - 2 * self.ring.half)
 
     def resize(self, budget: int) -> dict[str, int]:
         """See experts.resize.resize."""

@@ -184,6 +184,28 @@ def test_forced_arm_stays() -> None:
     assert control.trial_steps == 0
 
 
+def test_a_step_counts_for_the_arm_it_ran_with() -> None:
+    """A step is taken in while the next one runs, so the first sample after a switch is of the arm before: it moves
+    that arm's rates (by hand: the other group keeps the profile's), and neither block nor window has it."""
+    control = SplitController({"Q4_K": LEVEL})
+    both = StepSample(5e-3, 4e-3, 1, {"Q4_K": PathSample(10**8, 10e-3, 10**8, 10e-3)})
+    while control.running is Arm.SPLIT:
+        control.record(both)
+    trial, alone = control.running, dict(control.estimates["Q4_K"].alone)
+    assert alone == {"fill": 25 * GB, "cpu": 30 * GB}
+    control.record(both, Arm.SPLIT)
+    assert control.estimates["Q4_K"].alone == alone
+    assert (control.trial_steps, control._block) == (0, [])
+    filled = StepSample(5e-3, 4e-3, 1, {"Q4_K": PathSample(2 * 10**8, 8e-3, 0, 0.0)})
+    while control.running is trial:
+        control.record(filled)
+    contended = dict(control.estimates["Q4_K"].contended)
+    control.record(filled, trial)
+    assert control.estimates["Q4_K"].contended == contended
+    assert control.trial_steps == BLOCK + 1
+    assert not control._window.seconds
+
+
 def test_mixed_batches_decide_nothing() -> None:
     """A trial during which the batch size changes is spent without a decision."""
     control = SplitController({"Q4_K": Bandwidths(25 * GB, 30 * GB, 25 * GB, 30 * GB)})

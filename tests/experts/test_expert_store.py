@@ -20,14 +20,16 @@ pytest.importorskip("triton", reason="the GPU path needs triton")
 from store_helpers import TINY, Decoded, decoded, judge, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
+from ftgguf.engine.elastic import Elastic  # noqa: E402
 from ftgguf.engine.executor import ExecutorLost  # noqa: E402
 from ftgguf.experts import arena  # noqa: E402
 from ftgguf.experts.bank import LimitedPinner  # noqa: E402
+from ftgguf.experts.control import Arm  # noqa: E402
 from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.prefill import Mode  # noqa: E402
 from ftgguf.experts.promote import promote  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
-from ftgguf.experts.samples import Bandwidths  # noqa: E402
+from ftgguf.experts.samples import Bandwidths, PathSample, StepSample  # noqa: E402
 from ftgguf.experts.status import cache_status  # noqa: E402
 from ftgguf.nouns import F32  # noqa: E402
 
@@ -332,3 +334,44 @@ def test_keys_are_rebased_at_a_safe_point(cached: Any, resident: Resident) -> No
     store.rebase()
     assert int(store.device_state.arrays["clock"]) == 1
     assert nmse(decode(executor, resident.tokens), resident.decoded) < SAME
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_room_is_made_until_nothing_is_left(
+    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, elastic: bool
+) -> None:
+    """Chunks of three slots and a cache of eight: after the first time a chunk is longer than its plan. The ring stays,
+    the numbers of the boundary are the store's, and all misses are the CPU's at the end."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
+    size = cached(1, of_small=True).store.order[0].slot_bytes
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 3 * size)
+    executor = cached(8, of_small=True)
+    store = executor.store
+    if elastic:
+        executor.elastic = Elastic(executor, store)
+    sizes = []
+    while executor._make_room(1):
+        sizes.append((store.arena.bytes // size, (store.budget - 2 * store.ring.half) // size))
+        if elastic:
+            b = executor.elastic.boundary.budget
+            assert (b.experts, b.total) == (store.budget, b.kv + store.budget)
+    assert sizes == [(3, 2), (0, 0)]
+    assert store.memory.held["experts"] == 0
+    assert nmse(decode(executor, resident.tokens), resident.small) < SAME
+    assert store.statistics()[:, Stat.CPU].sum() == store.statistics()[:, Stat.EXPERTS].sum() > 0
+
+
+def test_a_steps_sample_has_the_arm_that_it_ran_with(cached: Any, resident: Resident) -> None:
+    """The learning is a step late and the split another one: what is recorded names the arm on the device."""
+    executor = cached(4, of_small=True)
+    store, seen = executor.store, []
+    sample = StepSample(1e-3, 1e-4, 1, {kind: PathSample(0, 0.0, 0, 0.0) for kind in store.kinds})
+    store.meter.read = lambda seconds, rows: sample
+    store.controller.record = lambda taken, arm: seen.append(arm)
+    executor.forward(rows([17], 0, [0]))
+    store.controller.arm = Arm.CPU  # as `record` would have found
+    executor.forward(rows([230], 1, [0]))
+    store._due = True
+    for i, token in enumerate((5, 9)):
+        executor.forward(rows([token], 2 + i, [0]))
+    assert seen == [Arm.SPLIT, Arm.SPLIT, Arm.CPU]

@@ -120,7 +120,19 @@ def test_fixed_costs_are_part_of_the_split() -> None:
     prior = {"Q4_K": Bandwidths(50e9, 40e9, 50e9, 40e9)}
     ours = SplitController(prior)
     plain = SplitController(prior, rails=False)
-    plain._correct = lambda sample: None  # type: ignore[method-assign]
+    plain._correct = lambda sample, arm: None  # type: ignore[method-assign]
     assert run(ours, 400, True) < 0.95 * run(plain, 400, False)
     a, b = ours.estimates["Q4_K"].lines["cpu"]
     assert (a, b) == (pytest.approx(60e-6, rel=0.05), pytest.approx(1 / 40e9, rel=0.05))
+
+
+@pytest.mark.parametrize("slope", [1e-10, 1e-14, 1e-17])
+def test_a_shared_expert_never_leaves_int32(slope: float) -> None:
+    """Lines fitted to noise may say that bytes cost nothing: the wait for a hidden row is then many experts' time, and
+    none is shared. The device's arrays are int32."""
+    control = SplitController({"Q4_K": Bandwidths(50e9, 40e9, 50e9, 40e9)})
+    control.estimates["Q4_K"].lines = {"fill": (1e-5, slope), "cpu": (1e-5, slope)}
+    part = control.part("Q4_K", 2_800_000, 900_000)
+    np.array([part], np.int32)
+    assert (part == (0, 0)) == (slope < 1e-11)
+    assert max(part) <= LATE_MOST

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 from ftgguf.experts import key, residency, synthetic  # noqa: E402
 from ftgguf.experts.residency import Residency, Step  # noqa: E402
+from ftgguf.experts.split import LATE_MOST  # noqa: E402
 from ftgguf.kernels import residency as kernel  # noqa: E402
 
 
@@ -38,7 +39,8 @@ def run_both(state: Residency, steps: int, rows: int, k: int, seed: int, splits:
     for t in range(steps):
         state.split[:] = [splits[rng.integers(len(splits))] for _ in range(state.layers)]
         state.part[:] = [PARTS[rng.integers(len(PARTS))] for _ in range(state.layers)]
-        for name in ("split", "part"):
+        state.late[:] = [LATE[rng.integers(len(LATE))] for _ in range(state.layers)]
+        for name in ("split", "late", "part"):
             device.arrays[name].copy_(torch.from_numpy(getattr(state, name)))
         for layer, w in enumerate(weights):
             ids = synthetic.route(rows, k, w, rng)
@@ -52,6 +54,7 @@ def run_both(state: Residency, steps: int, rows: int, k: int, seed: int, splits:
 
 
 PARTS = [(0, 0), (1, 30000), (9000, 12000), (20000, 20000)]
+LATE = [0, 0, -LATE_MOST, LATE_MOST, 40_000, -9_000]
 MIXED = [(1 << 16, 1), (0, 0), (0, 1), (16000, 1), (32768, 1), (50000, 0)]
 
 

@@ -137,14 +137,16 @@ def test_a_stuck_answer_is_released_and_reported() -> None:
     gpu.bell.close()
 
 
-@pytest.mark.parametrize("fault", ["expert", "layer", "rows", "shared"])
+@pytest.mark.parametrize("fault", ["expert", "layer", "rows", "shared", "empty"])
 def test_a_damaged_job_is_refused_not_run(fault: str) -> None:
     gpu = Gpu()
     x, weights, _ = job(1)
     expert = np.array([EXPERTS if fault == "expert" else 0], np.int32)
     nothing = np.array([], np.int32)
     lists = (nothing, np.array([0]), nothing) if fault == "shared" else (expert, np.array([0, 1]), np.array([0]))
-    number = gpu.ask(9 if fault == "layer" else 0, x, weights, lists, shared=fault == "shared")
+    if fault == "empty":  # the shared expert has no rows: the next one must not be taken for it
+        lists = (np.array([0, 1], np.int32), np.array([0, 0, 1]), np.array([0]))
+    number = gpu.ask(9 if fault == "layer" else 0, x, weights, lists, shared=fault in ("shared", "empty"))
     if fault == "rows":  # a job in the mailbox as a wild write would leave it
         assert gpu.wait(number) == "done"
         gpu.header[1] = ROWS + 1
