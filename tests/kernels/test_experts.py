@@ -8,9 +8,10 @@ from kernel_cases import DEVICE, ExpertCase
 from kernel_checks import check_experts
 
 from ftgguf.kernels.act import ACTIVATIONS
+from ftgguf.kernels.activations import Activations
 from ftgguf.kernels.formats import Type
 from ftgguf.kernels.group import group_pairs
-from ftgguf.kernels.linear import ExpertBatch
+from ftgguf.kernels.linear import ExpertBatch, ExpertPieces
 from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights
 
 MIXES = [
@@ -84,6 +85,32 @@ def test_group_pairs(rows: int, k: int, slots: int, bm: int, missing: float) -> 
     for found in sizes.values():
         assert all(n == bm for n in found[:-1])
         assert 1 <= found[-1] <= bm
+
+
+@pytest.mark.parametrize("mix", [(Type.MXFP4,) * 3, (Type.F16,) * 3, (Type.F32, Type.F32, Type.Q8_0)], ids=_name)
+@pytest.mark.parametrize("m", [2, 9, 40])
+def test_pieces_are_the_whole(mix: tuple[Type, Type, Type], m: int) -> None:
+    """Experts in three pieces, each with places of its own: to the bit what all of them at once give, whose values the
+    tests above hold against float64. An expert that never comes leaves its pairs' rows as they were."""
+    experts, k = 5, 2
+    case = ExpertCase(*mix, d=64, f=96, experts=experts, seed=m, activation="swiglu_oai", extras=True)
+    make = torch.Generator().manual_seed(m)
+    ids = torch.stack([torch.randperm(experts, generator=make)[:k] for _ in range(m)]).int().to(DEVICE)
+    x = torch.randn(m, 64, generator=make).to(DEVICE)
+    slot_of = torch.from_numpy(case.slot_of).long().to(DEVICE)
+    whole = ExpertBatch(ids, ids, case.slot_addr[slot_of])
+    want = whole.down(whole.gate_up(x, case.weights), case.weights)
+    pieces = ExpertPieces(ids, experts, case.weights)
+    pieces.parts.fill_(float("nan"))
+    never = int(ids[0, 0])
+    a, b, c, d = (e for e in (3, 0, 4, 1, 2) if e != never)
+    for part in ([a], [b, c], [d]):
+        table = torch.full((experts,), -1, dtype=torch.int32, device=DEVICE)
+        table[part] = torch.arange(len(part), dtype=torch.int32, device=DEVICE)
+        pieces.add(Activations(x), table, case.slot_addr[slot_of[part]])
+    here = ids.reshape(-1) != never
+    assert torch.equal(pieces.parts[here], want[here])
+    assert pieces.parts[~here].isnan().all()
 
 
 def test_nothing_is_here() -> None:
