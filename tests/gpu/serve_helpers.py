@@ -68,7 +68,7 @@ SIZES: dict[str, Any] = (
     }
 )  # fmt: skip
 """432 MiB of experts, or 9.7 under the interpreter. Budgets are made with the plan's context (`fit.CONTEXT`), a smaller
-one is measured: even 400 MiB less must not hold all experts."""
+one is measured: with 200 MiB less they must not hold all experts."""
 
 
 def folder() -> Path:
