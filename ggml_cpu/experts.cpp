@@ -1,3 +1,4 @@
+// Routed experts' feed-forward in three stages of small tasks, computed in place with ggml's products.
 #include "experts.h"
 
 #include <algorithm>

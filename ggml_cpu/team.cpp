@@ -1,3 +1,5 @@
+// A stage's tasks by shares: each share is one atomic word, taken from by its thread first and by the others at the end;
+// whoever finishes a stage's last task opens the next one, and nobody waits for a thread that has nothing in hand.
 #include "team.h"
 
 #include <pthread.h>

@@ -228,8 +228,8 @@ def renumber(s: Residency, old: ArenaPlan, new: ArenaPlan, base: int, moves: Seq
     """Carry the state from plan `old` to `new` in place, at a safe point; `base` is the arena's device address.
 
     `moves` are `rescue`'s copies, already made on the device. Experts in slots that are gone, or whose slab has
-    changed its class, are no longer resident. `s.slot_addr` has room for both plans (its length is the capacity);
-    raises ValueError otherwise.
+    changed its class, are no longer resident. `s.slot_addr` has room for both plans before its last
+    entry, which is no slot's and stays; raises ValueError otherwise.
     """
     old_at, new_at = old.offsets(), new.offsets()
     if len(new_at) > len(s.owner_of):

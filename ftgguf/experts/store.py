@@ -106,7 +106,9 @@ class CachedStore(ExpertStore):
         self._running = arm
         """The arm whose split the device has."""
         self._due = False
-        self._mixed = False
+        self._mixed = True
+        """Whether the sums since they were last taken are of other passes too: the warm-up's, one that nobody waited for,
+        or one that was given up."""
         self.fill_seconds = 0.0
         self.fill_bytes_timed = 0.0
         self._disk = disk
@@ -385,7 +387,7 @@ class CachedStore(ExpertStore):
             torch.cuda.synchronize(self.memory.device)
 
     def statistics(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """int64 [layers, 8]: residency.Stat's sums of the decode steps (waits for the device)."""
+        """int64 [layers, STAT_COLUMNS]: residency.Stat's sums of the decode steps (waits for the device)."""
         stats: np.ndarray[Any, np.dtype[np.int64]] = self.device_state.arrays["stats"].cpu().numpy()
         return stats
 

@@ -362,16 +362,18 @@ def test_room_is_made_until_nothing_is_left(
 
 
 def test_a_steps_sample_has_the_arm_that_it_ran_with(cached: Any, resident: Resident) -> None:
-    """The learning is a step late and the split another one: what is recorded names the arm on the device."""
+    """The learning is a step late and the split another one: what is recorded names the arm on the device. The first
+    step's sums have the warm-up's work in them and are left out."""
     executor = cached(4, of_small=True)
     store, seen = executor.store, []
     sample = StepSample(1e-3, 1e-4, 1, {kind: PathSample(0, 0.0, 0, 0.0) for kind in store.kinds})
     store.meter.read = lambda seconds, rows: sample
     store.controller.record = lambda taken, arm: seen.append(arm)
-    executor.forward(rows([17], 0, [0]))
+    for i, token in enumerate((8, 17)):
+        executor.forward(rows([token], i, [0]))
     store.controller.arm = Arm.CPU  # as `record` would have found
-    executor.forward(rows([230], 1, [0]))
+    executor.forward(rows([230], 2, [0]))
     store._due = True
     for i, token in enumerate((5, 9)):
-        executor.forward(rows([token], 2 + i, [0]))
+        executor.forward(rows([token], 3 + i, [0]))
     assert seen == [Arm.SPLIT, Arm.SPLIT, Arm.CPU]
