@@ -4,8 +4,9 @@
 # CARRIED (default .gpucarry) holds what the machine lacks: whl/*.whl, site/ with a built llama_cpp package and
 # site/include with ggml's headers, peer.tar.xz with llama.cpp built for CUDA (pack/llama-server, its libraries beside it).
 # Needs torch, triton, nanobind, cmake, a C++ compiler.
-# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests serve speed kernels against".
-# LLAMA_BENCH: a llama-bench built with CUDA, to measure beside ours. TEST_ARGS: for pytest (-n 6 where pytest-xdist is
+# LAYERS: blocks of the synthetic Qwen3-30B-A3B shape (48: all). WHAT: of "build tests serve speed offload kernels against".
+# LLAMA_BENCH: a llama-bench built with CUDA (or the carried one), to measure beside ours. `offload` (only where asked for):
+# both engines at MiB of VRAM each of OFFLOAD_BUDGETS. TEST_ARGS: for pytest (-n 6 where pytest-xdist is
 # there). `serve` (only where asked for): servers as users start them; a first start, then the tests with SERVE_ARGS for
 # at most SERVE_LIMIT seconds; serve-report.txt has what each test said, also of a run that is cut.
 # `against` (only where asked for) is the whole comparison over HTTP, and an agent's sessions. LLAMA_SERVER: a llama-server
@@ -39,15 +40,33 @@ case $what in *build*)
     python3 -m ftgguf.engine.doctor 2>&1 | tee -a "$log"
     ;;
 esac
+# unpack_peer PROGRAM: the carried llama-server or llama-bench, with the CUDA libraries of torch's packages or of the
+# toolkit on its search path
+unpack_peer() {
+    mkdir -p /tmp/ftgguf-peer && tar xJf "$carried/peer.tar.xz" -C /tmp/ftgguf-peer || return
+    cuda=$(python3 -c "import glob, os, nvidia
+print(':'.join(sorted({os.path.dirname(f) for r in nvidia.__path__ for f in glob.glob(r + '/**/libcu*.so*', recursive=True)})))" 2>/dev/null)
+    cat >"/tmp/ftgguf-peer/$1" <<END
+#!/bin/sh
+export LD_LIBRARY_PATH="$cuda:/usr/local/cuda/lib64\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
+exec /tmp/ftgguf-peer/pack/$1 "\$@"
+END
+    chmod +x "/tmp/ftgguf-peer/$1"
+    echo "/tmp/ftgguf-peer/$1"
+}
+
 model=${MODEL:-/tmp/qwen3-30b-$layers.gguf}
-case $what in *speed*)
+bench=${LLAMA_BENCH:-}
+case $what in *speed* | *offload*)
+    [ -z "$bench" ] && [ -e "$carried/peer.tar.xz" ] && bench=$(unpack_peer llama-bench)
     [ -e "$model" ] || python3 -m compat.synth --shape qwen3-30b --layers "$layers" "$model" &
     writer=$!
     ;;
 esac
 case $what in *tests*)
     OMP_NUM_THREADS=4 timeout -s INT -k 15 "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
-        --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
+        --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/gpu/test_store_gpu.py \
+        tests/gpu/test_residency_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
         >"$out/engine-tests.log" 2>&1
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60
     ;;
@@ -73,23 +92,16 @@ case $what in *speed*)
     wait "$writer"
     timeout "${SPEED_LIMIT:-240}" python3 tests/gpu/speed.py "$model" --json "$out/speed.json" --profile ${SPEED_ARGS:-} 2>&1 |
         tee "$out/speed.txt"
-    [ -n "${LLAMA_BENCH:-}" ] && "$LLAMA_BENCH" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 | tee "$out/llama-bench.txt"
+    [ -n "$bench" ] && "$bench" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 | tee "$out/llama-bench.txt"
     ;;
 esac
 
-# The carried llama-server, with the CUDA libraries of torch's packages or of the toolkit on its search path
-unpack_peer() {
-    mkdir -p /tmp/ftgguf-peer && tar xJf "$carried/peer.tar.xz" -C /tmp/ftgguf-peer || return
-    cuda=$(python3 -c "import glob, os, nvidia
-print(':'.join(sorted({os.path.dirname(f) for r in nvidia.__path__ for f in glob.glob(r + '/**/libcu*.so*', recursive=True)})))" 2>/dev/null)
-    cat >/tmp/ftgguf-peer/llama-server <<END
-#!/bin/sh
-export LD_LIBRARY_PATH="$cuda:/usr/local/cuda/lib64\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}"
-exec /tmp/ftgguf-peer/pack/llama-server "\$@"
-END
-    chmod +x /tmp/ftgguf-peer/llama-server
-    echo /tmp/ftgguf-peer/llama-server
-}
+case $what in *offload*)
+    wait "$writer"
+    python3 tests/gpu/offload_budgets.py "$model" --budgets ${OFFLOAD_BUDGETS:-12288 4096 8192} \
+        ${bench:+--llama-bench "$bench"} --json "$out/offload.json" ${OFFLOAD_ARGS:-} 2>&1 | tee "$out/offload.txt"
+    ;;
+esac
 
 # compare NAME LIMIT BUDGET WORDS...: one report
 compare() {
@@ -110,7 +122,7 @@ case $what in *against*)
     [ -e "$model" ] || python3 -m compat.synth --shape qwen3-30b --layers "$layers" "$model" >>"$log" 2>&1
     echo "model ready after $(($(date +%s) - began)) s"
     peer=${LLAMA_SERVER:-}
-    [ -z "$peer" ] && [ -e "$carried/peer.tar.xz" ] && peer=$(unpack_peer)
+    [ -z "$peer" ] && [ -e "$carried/peer.tar.xz" ] && peer=$(unpack_peer llama-server)
     peer=${peer:-llama-server}
     "$peer" --list-devices 2>&1 | tee -a "$log" | tail -3
     for budget in ${BUDGETS-0 4096}; do
