@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16, "q
 STORED_AS = {"q4_0": "q8_0", "q4_1": "q8_0", "iq4_nl": "q8_0", "q5_0": "q8_0", "q5_1": "q8_0"}
 """KV types that the device stores as another one."""
 COPIED = 1024
-"""Cells copied at once: half a context at once would need as much memory again."""
+"""Cells moved at once: half a context at once would need as much memory again."""
 _ORDER = ("q8_0", "f16", "bf16", "f32")
 
 
@@ -58,6 +58,25 @@ def _room(n: int) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise MemoryError(f"the GPU has no memory to move {n} KV cells: lower -c or raise --vram-budget") from error
+
+
+def in_parts(n: int, move: Callable[[int, int], None]) -> None:
+    """Call `move(first, last)` over the cells [0, n): COPIED at a time, fewer where the device has no room for so many.
+
+    A call that raises torch's OutOfMemoryError is made again for fewer cells: up to there it must have changed nothing,
+    or what it does again. Raises MemoryError where not even one cell can be moved.
+    """
+    at, size = 0, COPIED
+    while at < n:
+        try:
+            move(at, min(at + size, n))
+        except torch.OutOfMemoryError as error:
+            if size == 1:
+                raise MemoryError("the GPU has no memory to move a KV cell: lower -c or raise --vram-budget") from error
+            size = max(1, size // 4)
+            torch.cuda.empty_cache()
+        else:
+            at += size
 
 
 class CudaCells:
@@ -142,11 +161,14 @@ class CudaCells:
         return torch.from_numpy(np.ascontiguousarray(cells, np.int64)).to(self.device)
 
     def copy(self, src: I32, dst: I32) -> None:
-        """Cell src[i] to cell dst[i] in every layer; the sets are disjoint."""
+        """Cell src[i] to cell dst[i] in every layer; the sets are disjoint. Raises MemoryError as `in_parts`."""
         a, b = self._index(src), self._index(dst)
-        for at in range(0, len(src), COPIED):
+
+        def move(first: int, last: int) -> None:
             for pool in self.pools:
-                pool.index_copy_(1, b[at : at + COPIED], pool.index_select(1, a[at : at + COPIED]))
+                pool.index_copy_(1, b[first:last], pool.index_select(1, a[first:last]))
+
+        in_parts(len(src), move)
 
     def read(self, cells: I32) -> bytes:
         """The cells' bytes, cell after cell, each with its layers in the order of `pools`. Raises MemoryError where the
@@ -190,12 +212,13 @@ class CudaCells:
         return k
 
     def set_keys(self, layer: int, cells: torch.Tensor, k: torch.Tensor) -> None:
-        """Store float32 [cells, heads, dim] as K of `cells` in `layer`."""
+        """Store float32 [cells, heads, dim] as K of `cells` in `layer`. Takes its memory before it changes anything."""
         cache = self.caches[layer]
         if cache.k_scale is None:
             cache.k.index_copy_(0, cells, k.to(cache.k.dtype))
             return
         n, heads, dim = k.shape
         planes = quantize(k.reshape(n, heads * dim).contiguous(), Activation.Q8_0)
+        scales = planes.d[..., 0].reshape(n, heads, dim // 32).half()
         cache.k.index_copy_(0, cells, planes.q.view(n, heads, dim))
-        cache.k_scale.index_copy_(0, cells, planes.d[..., 0].reshape(n, heads, dim // 32).half())
+        cache.k_scale.index_copy_(0, cells, scales)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ftgguf.engine.cuda_cells import CudaCells
+from ftgguf.engine.cuda_cells import CudaCells, in_parts
 from ftgguf.engine.cuda_experts import ExpertStore
 from ftgguf.engine.cuda_inputs import Inputs, check_pages
 from ftgguf.engine.device_memory import DeviceMemory
@@ -418,16 +418,21 @@ class CudaExecutor:
         self.cells.write(cells, data)
 
     def shift_cells(self, cells: I32, delta: int) -> None:
-        """Rotate K of `cells` by `delta` positions, layer by layer, as llama.cpp's context shift does."""
+        """Rotate K of `cells` by `delta` positions, layer by layer, as llama.cpp's context shift does. Raises
+        MemoryError as `cuda_cells.in_parts`."""
         at = torch.from_numpy(np.ascontiguousarray(cells, np.int64)).to(self.device)
         by = torch.full((len(cells),), delta, dtype=torch.int32, device=self.device)
-        none: Sequence[Any] = ()
         for i, block in enumerate(self.model.blocks[self.first : self.last]):
-            a = block.attention
-            if a.rope is None:
+            rope = block.attention.rope
+            if rope is None:
                 raise NotSupported("the context of a model without RoPE cannot be shifted")
-            ops = CudaOps(Rows(by, by, by, by, by, None, None, 0), none, self.ropes, self.store, 0)
-            self.cells.set_keys(i, at, ops.rope(self.cells.keys(i, at), a.rope))
+
+            def turn(first: int, last: int, i: int = i, rope: Any = rope) -> None:
+                row = by[first:last]
+                ops = CudaOps(Rows(row, row, row, row, row, None, None, 0), (), self.ropes, self.store, 0)
+                self.cells.set_keys(i, at[first:last], ops.rope(self.cells.keys(i, at[first:last]), rope))
+
+            in_parts(len(cells), turn)
 
 
 def _dummy(rows: int, outputs: I32) -> Batch:

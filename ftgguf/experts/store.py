@@ -107,8 +107,8 @@ class CachedStore(ExpertStore):
         """The arm whose split the device has."""
         self._due = False
         self._mixed = True
-        """Whether the sums since they were last taken are of other passes too: the warm-up's, one that nobody waited for,
-        or one that was given up."""
+        """Whether the sums since they were last taken are of other passes too: the warm-up's, one that nobody waited
+        for, or one that was given up."""
         self.fill_seconds = 0.0
         self.fill_bytes_timed = 0.0
         self._disk = disk

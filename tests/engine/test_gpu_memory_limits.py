@@ -155,3 +155,25 @@ def test_many_cells_are_copied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None
     cells.write(first, data)
     cells.copy(first, (first[::-1] + 32).astype(np.int32))
     assert cells.read((first[::-1] + 32).astype(np.int32)) == data
+
+
+def test_cells_move_in_smaller_parts_where_memory_is_short() -> None:
+    """By definition: every cell once, in order; a part that found no room again in smaller ones."""
+    torch = pytest.importorskip("torch", reason="the GPU path needs torch")
+    pytest.importorskip("triton", reason="the GPU path needs triton")
+    from ftgguf.engine import cuda_cells
+
+    done: list[int] = []
+    room = 70
+
+    def move(first: int, last: int) -> None:
+        if last - first > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        done.extend(range(first, last))
+
+    cuda_cells.in_parts(1500, move)
+    assert done == list(range(1500))
+    room = 0
+    with pytest.raises(MemoryError, match="lower -c"):
+        cuda_cells.in_parts(3, move)
+    cuda_cells.in_parts(0, move)

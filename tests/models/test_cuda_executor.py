@@ -123,9 +123,10 @@ def test_sequences_in_one_batch_do_not_see_each_other(synthetic: Callable[..., P
     assert nmse(together, np.stack(alone)) < 1e-5
 
 
-def test_moved_saved_and_shifted_cells(synthetic: Callable[..., Path]) -> None:
+def test_moved_saved_and_shifted_cells(synthetic: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Copied cells, and cells written back after their pages were overwritten, give the same logits; K rotated from
-    positions 32.. to 0.. equals K computed at 0.. (one layer sees only distances)."""
+    positions 32.. to 0.. equals K computed at 0.. (one layer sees only distances). All in parts of 8 cells."""
+    monkeypatch.setattr("ftgguf.engine.cuda_cells.COPIED", 8)
     path = synthetic("llama", "F16", **SMALL)
     cuda = load_cuda(path, n_cells=512)
     tokens = some_tokens(cuda, 20)
