@@ -17,7 +17,7 @@ def main() -> None:
         began = time.monotonic()
         with server(moe(), "-c", str(CONTEXT), "-np", "4", "--moe-mode", "hybrid") as running:
             took = time.monotonic() - began
-            compiled = re.search(r"kernels (compiled|found)[^\n]*", running.log)
+            compiled = re.search(r"kernels (compiled|found|run)[^\n]*", running.log)
             print(f"{name} start: {took:.1f} s ({compiled[0] if compiled else 'no word about kernels'})", flush=True)
 
 

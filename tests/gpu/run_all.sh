@@ -73,18 +73,21 @@ case $what in *tests*)
 esac
 case $what in *serve*)
     began=$(date +%s)
-    PYTHONPATH="$PYTHONPATH:$PWD/tests:$PWD/tests/gpu" timeout -s INT -k 15 "${START_LIMIT:-150}" \
-        python3 tests/gpu/first_start.py 2>&1 | tee -a "$log" | tail -n 12
+    serving=$(mktemp -d) # models and logs; the logs of earlier runs are not ours
+    # the id keeps its folder, whose logs are read below, as pytest-xdist's does
+    TMPDIR=$serving PYTEST_XDIST_TESTRUNUID=first PYTHONPATH="$PYTHONPATH:$PWD/tests:$PWD/tests/gpu" \
+        timeout -s INT -k 15 "${START_LIMIT:-150}" python3 tests/gpu/first_start.py 2>&1 | tee -a "$log" | tail -n 12
     workers=$(python3 -c "import xdist; print('-n 5 --dist loadgroup')" 2>/dev/null)
     report=$out/serve-report.txt
-    FTGGUF_TEST_REPORT=$report timeout -s INT -k 15 "${SERVE_LIMIT:-420}" python3 -m pytest -p no:cacheprovider --tb=short \
-        --durations=8 ${SERVE_ARGS:-$workers} tests/gpu/test_serve_gpu.py tests/gpu/test_serve_moe_gpu.py \
+    TMPDIR=$serving FTGGUF_TEST_REPORT=$report timeout -s INT -k 15 "${SERVE_LIMIT:-420}" \
+        python3 -m pytest -p no:cacheprovider --tb=short --durations=8 ${SERVE_ARGS:-$workers} tests/gpu/test_serve_gpu.py tests/gpu/test_serve_moe_gpu.py \
         >"$out/serve-tests.log" 2>&1
     [ -e "$report" ] && python3 tests/gpu/gpu_report.py "$report" || tail -n 20 "$out/serve-tests.log"
     # servers that were not up when the run ended
-    for server in "${TMPDIR:-/tmp}"/ftgguf-serve-*/*.log; do
+    for server in "$serving"/ftgguf-serve-*/*.log; do
         [ -e "$server" ] && ! grep -q "Talk to it" "$server" && echo "== $server" && tail -n 12 "$server"
     done | tee -a "$log" | cut -c1-240 | tail -n 40
+    rm -rf "$serving"
     echo "servers tested in $(($(date +%s) - began)) s"
     ;;
 esac

@@ -169,9 +169,9 @@ class Server:
             )
             try:
                 self._come_up(line)
-            except BaseException:  # a test run that is cut leaves no server behind
+            except BaseException as error:  # a test run that is cut leaves no server behind
+                error.add_note(f"the server's log ended with:\n{self.log[-6000:]}")
                 self.process.kill()
-                self.process.wait()
                 raise
         found = re.search(r"address +(\S+)", self.log)
         assert found is not None, self.log
@@ -182,7 +182,7 @@ class Server:
         while "Talk to it" not in self.log:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 ended = f"exit status {self.process.poll()}" if self.process.poll() is not None else f"in {START_S} s"
-                raise RuntimeError(f"{' '.join(line)} did not come up ({ended}):\n{self.log[-6000:]}")
+                raise RuntimeError(f"{' '.join(line)} did not come up ({ended})")
             time.sleep(0.1)
 
     @property
