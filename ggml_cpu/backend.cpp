@@ -1,3 +1,4 @@
+// ggml's CPU backend for Python: weights, their layouts, and who computes.
 #include "backend.h"
 
 #include <nanobind/stl/string.h>

@@ -1,3 +1,4 @@
+// A ggml graph of fixed shape for Python: built once, computed again and again.
 #include "graph.h"
 
 #include <nanobind/stl/string.h>

@@ -7,6 +7,8 @@
 
 #include <chrono>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -45,10 +47,18 @@ void pin_thread(int cpu) {
 Team::Team(std::vector<int> cpus) : cpus_(std::move(cpus)) {
     if (cpus_.empty()) throw std::invalid_argument("a team has at least one thread");
     shares_ = std::make_unique<Share[]>(cpus_.size());
-    for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { helper(i); });
+    try {
+        for (int i = 1; i < size(); i++) threads_.emplace_back([this, i] { helper(i); });
+    } catch (const std::system_error & error) {
+        end();
+        throw std::runtime_error("no thread " + std::to_string(threads_.size() + 1) + " of " + std::to_string(size()) +
+                                 " for the experts on the CPU (" + error.what() + "): lower -t, or raise the limit on processes");
+    }
 }
 
-Team::~Team() {
+Team::~Team() { end(); }
+
+void Team::end() {
     stop_ = true;
     {
         std::lock_guard<std::mutex> lock(mutex_);

@@ -37,6 +37,7 @@ class Team {
     struct alignas(128) Share {
         std::atomic<uint64_t> word{0};
     };
+    void end();
     void helper(int index);
     bool help(int index);
     int take(Share & share);

@@ -1,3 +1,4 @@
+// What libllama and ggml log, as lines for Python.
 #include "log.hpp"
 
 #include <cstdio>

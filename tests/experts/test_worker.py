@@ -6,6 +6,8 @@ table of half-precision values (gelu), the bound is that table's.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -186,3 +188,22 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         made.worker.compute(4, x, w, one, start, one, y)
     with pytest.raises(ValueError, match="start must have"):
         made.worker.compute(3, x, w, one, np.array([0, 1, 1], np.int32), one, y)
+
+
+def test_threads_that_cannot_be_made_are_an_error_and_not_the_end() -> None:
+    """In a process with little address space: one line with the cure, and a smaller team works."""
+    code = """
+import resource
+from ftgguf import _ggml_cpu as native
+resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+try:
+    native.ExpertWorker([-1] * 2000)
+except RuntimeError as error:
+    print(error)
+print(native.ExpertWorker([-1] * 2).threads)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert "lower -t, or raise the limit on processes" in lines[0]
+    assert lines[-1] == "2"
