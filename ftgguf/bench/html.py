@@ -158,7 +158,7 @@ def _row(report: Report, row: Row, *, new: bool) -> list[Cell]:
 def _against(ratio: Ratio | None) -> str:
     if ratio is None:
         return ""
-    return f"ours {table.ratio_cell(ratio)}" + (" better" if ratio.low > 1 else "")
+    return f"ours {table.ratio_cell(ratio)}" + (" better" if ratio.high > ratio.low > 1 else "")
 
 
 def _failures(report: Report) -> str:

@@ -234,7 +234,9 @@ class HttpDuel:
             other, known = differs(target, self._figures, Path(self.report.model["file"]), self.report.model["sha256"])
             c.notes.append(known)
             if other:
-                self.report.trouble(NOT_COMPARABLE, f"{c.name}: {known}")
+                c.other_file = True
+                self.report.trouble(NOT_COMPARABLE, f"{c.name}: {known}: no ratio is given, no output compared")
+                return
         if target.dialect == "native":
             self._ids[c.name] = [target.tokenize(text) for text in TEXTS]
             self._templates[c.name] = [_template(target, text) for text in TEXTS]

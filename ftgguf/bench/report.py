@@ -49,6 +49,8 @@ class Contestant(msgspec.Struct):
     vram_peak: int = 0
     lower_isa: list[str] = []
     """Instruction sets our side's kernels use and this side's do not."""
+    other_file: bool = False
+    """It serves another model than ours: its figures stand, no ratio is formed."""
     notes: list[str] = []
     errors: list[str] = []
 
@@ -92,9 +94,10 @@ class Divergence(msgspec.Struct):
 
     @property
     def gap(self) -> float:
-        """The smaller of the known gaps: one side being undecided explains the difference. -1: unknown."""
+        """The larger of the known gaps: both sides must have been undecided. A side that was sure is not explained by the
+        other's tie, which may have been between two more tokens. -1: unknown."""
         known = [g for g in (self.gap_a, self.gap_b) if g >= 0]
-        return min(known, default=-1.0)
+        return max(known, default=-1.0)
 
 
 class Outputs(msgspec.Struct):
@@ -278,9 +281,9 @@ class Report(msgspec.Struct):
 
     def ratio(self, row: Row, peer: Contestant) -> Ratio | None:
         """Ours against `peer` in `row.compared`, above 1 where ours is better; None where a side has no samples or the
-        peer's kernels use lesser instruction sets (then no ratio is fair)."""
+        peer's kernels use lesser instruction sets or it serves another file (then no ratio is fair)."""
         ours = self.ours
-        if ours is None or peer.lower_isa:
+        if ours is None or peer.lower_isa or peer.other_file:
             return None
         a, b = row.samples.get(ours.name, []), row.samples.get(peer.name, [])
         if not a or not b:

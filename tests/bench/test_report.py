@@ -135,6 +135,23 @@ def test_divergence_at_a_tie_is_noise() -> None:
     assert len(report.outputs.divergences) == 1
 
 
+def test_a_tie_of_one_side_alone_is_no_excuse() -> None:
+    """Its tie was between two tokens of its own; the other side was sure of a third."""
+    report = make_report()
+    outputs.compare(report, {"ftgguf": [said(1, 2, gap=0.0)], "A": [said(1, 3, gap=0.5)]})
+    assert report.status == OUTPUTS_DIFFER
+
+
+def test_there_is_no_ratio_against_another_file() -> None:
+    report = make_report()
+    row = report.row("pp", "tok/s")
+    row.samples = {"ftgguf": [2.0, 2.0], "A": [1.0, 1.0]}
+    peer = next(c for c in report.contestants if c.name == "A")
+    assert report.ratio(row, peer) is not None
+    peer.other_file = True
+    assert report.ratio(row, peer) is None
+
+
 def test_what_the_peers_own_layouts_differ_by_is_noise() -> None:
     """A and B are one library: they part at a gap of 0.3 themselves, so 0.2 between ours and A is no fault."""
     report = make_report()

@@ -3,6 +3,7 @@ nvidia-smi as processes, with a peer that runs out of memory, hangs, dies, or ca
 
 from __future__ import annotations
 
+import re
 import stat
 import sys
 from dataclasses import replace
@@ -197,7 +198,8 @@ def test_the_sweep_of_a_running_server(fake: Peer, monkeypatch: pytest.MonkeyPat
     options = parse(["--against", "llama.cpp", "--peer-args", "--no-mmap"])
     peers = make_contenders(options, ["-m", "f", "-ngl", "5", "-ub", "99"], fake, sides)[1:]
     command = peers[0].contestant.command
-    assert f"--n-cpu-moe {moe} -b 2048 -ub {ubatch} -fa on --no-mmap" in command
+    # the fake is as fast either way, so a busy machine decides whether the file read instead of mapped looked faster
+    assert re.search(rf"--n-cpu-moe {moe} -b 2048 -ub {ubatch} -fa on( --load-mode none)? --no-mmap", command)
     assert "99 --n" in command
     assert "-ub 99" not in command
 
