@@ -94,8 +94,8 @@ class Divergence(msgspec.Struct):
 
     @property
     def gap(self) -> float:
-        """The larger of the known gaps: both sides must have been undecided. A side that was sure is not explained by the
-        other's tie, which may have been between two more tokens. -1: unknown."""
+        """The larger of the known gaps: both sides must have been undecided. A side that was sure is not explained by
+        the other's tie, which may have been between two more tokens. -1: unknown."""
         known = [g for g in (self.gap_a, self.gap_b) if g >= 0]
         return max(known, default=-1.0)
 
