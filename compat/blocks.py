@@ -97,7 +97,11 @@ def nbytes(name: str, shape: tuple[int, ...]) -> int:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], std: float, rng: np.random.Generator) -> U8:
-    """The bytes of a random tensor: uint8 [nbytes], values of mean about 0 and standard deviation about `std`."""
+    """The bytes of a random tensor: uint8 [nbytes], values of mean about 0 and standard deviation about `std`.
+
+    Large ones repeat a pool of blocks, turned at random; a matrix takes them in another order each time, so that no two
+    of its rows are the same: twins among the head's rows would be exact ties between tokens.
+    """
     form = layout(name)
     total = nbytes(name, shape) // form.size
     if form.block == 1:
@@ -107,6 +111,9 @@ def random_tensor(name: str, shape: tuple[int, ...], std: float, rng: np.random.
     out = np.empty((total, form.size), np.uint8)
     for start in range(0, total, len(pool)):
         n = min(len(pool), total - start)
+        if start and len(shape) == 2:
+            out[start : start + n] = pool[rng.permutation(len(pool))[:n]]
+            continue
         cut = 0 if start == 0 else int(rng.integers(len(pool)))
         head = min(n, len(pool) - cut)
         out[start : start + head] = pool[cut : cut + head]

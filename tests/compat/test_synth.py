@@ -162,3 +162,10 @@ def test_shapes_are_those_of_the_models() -> None:
     assert routed(SHAPES["qwen3-30b"].sizes) == pytest.approx(29.0, abs=0.1)
     assert routed(SHAPES["qwen36-35b"].sizes) == pytest.approx(32.2, abs=0.1)
     assert routed(SHAPES["gpt-oss-20b"].sizes) == pytest.approx(19.1, abs=0.1)
+
+
+def test_no_two_rows_of_a_large_matrix_are_the_same() -> None:
+    """Twins in the head are exact ties between tokens, which would excuse any difference of greedy texts."""
+    rows = 80000
+    data = random_tensor("Q8_0", (rows, 64), 1.0, np.random.default_rng(1)).reshape(rows, -1)
+    assert len(np.unique(data, axis=0)) == rows
