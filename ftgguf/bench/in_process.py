@@ -6,6 +6,7 @@ Both weight layouts of llama.cpp are peers: its default (repacked) and the mappe
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -108,16 +109,31 @@ class Duel:
                 side.end()
 
     def _schedule(self) -> Iterator[tuple[int, Side, SpeedTest]]:
-        """Interleaved; test by test where all are loaded, else load by load."""
+        """Interleaved; test by test where all are loaded, else load by load. Each test once, and again as long as
+        `--limit` has time for it."""
         rounds, tests = range(self.options.repetitions), self.options.tests
         if self.together:
             for test in tests:
                 for r in rounds:
+                    began = time.monotonic()
                     yield from ((r, side, test) for side in self._rotated(r))
+                    if self._over(r, began, f"{test.name}: "):
+                        break
             return
         for r in rounds:
+            began = time.monotonic()
             for side in self._rotated(r):
                 yield from ((r, side, test) for test in tests)
+            if self._over(r, began, ""):
+                break
+
+    def _over(self, r: int, began: float, what: str) -> bool:
+        """Whether no time is left for a round as long as round `r`; noted."""
+        rounds = self.options.repetitions
+        if r + 1 == rounds or self.options.time_for(time.monotonic() - began):
+            return False
+        self.report.notes.append(f"{what}{r + 1} of {rounds} rounds: there was no time for more (--limit)")
+        return True
 
     def _rotated(self, r: int) -> list[Side]:
         n = r % len(self.sides)

@@ -51,8 +51,8 @@ comparison:
   --workload LIST         over HTTP: pp, tg, depth, suffix, streams (default: all)
   --longest S             over HTTP: seconds that one prompt may take, by a first estimate; longer ones are left out
                           and named (default: 60)
-  --limit S               over HTTP: no round is begun that would end later than S seconds after the start, and the
-                          search for the peer's placement takes half of them at most (default: no limit)
+  --limit S               no round but the first is begun that would end later than S seconds after the start; over
+                          HTTP the search for the peer's placement takes half of them at most (default: no limit)
   --timeout S             seconds without an answer after which a side counts as hung (default: 600)
 
 exit status: 0 measured and the outputs agree; 1 bad usage or our side failed; 2 the outputs differ by more than noise;

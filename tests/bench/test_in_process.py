@@ -14,7 +14,8 @@ from ftgguf.bench import in_process
 from ftgguf.bench.against import shared_flags
 from ftgguf.bench.child import Child
 from ftgguf.bench.main import main
-from ftgguf.bench.report import INTERRUPTED, PEER_FAILED, Divergence, from_json
+from ftgguf.bench.options import parse
+from ftgguf.bench.report import INTERRUPTED, PEER_FAILED, Divergence, Report, from_json
 
 ARGV = ["-m", "stories", "--against", "llama.cpp", "--in-process", "-t", "1", "-p", "24", "-n", "4", "-r", "2"]
 
@@ -126,3 +127,17 @@ def test_in_a_peers_layout_ours_says_its_tokens(tmp_path: Path) -> None:
         assert in_process.SameLayout(120, argv, prompts, "plain")(fault, tokens, lambda: None) == ""
     finally:
         again.end()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_limit_leaves_one_round_of_each_test(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second round is begun where none has time, and the report says so."""
+    options = parse(["--against", "llama.cpp", "--in-process", "-p", "8,16", "-n", "4", "-r", "3", "--limit", "0.001"])
+    report = Report("test", "test")
+    monkeypatch.setattr(in_process, "available_memory", lambda: 1 << 50 if together else 0)
+    duel = in_process.Duel(report, options, [], [], 1)
+    done = [(r, side.contestant.name, test.name) for r, side, test in duel._schedule()]
+    assert len(done) == len(set(done)) == 9
+    assert {r for r, _, _ in done} == {0}
+    notes = [note for note in report.notes if "1 of 3 rounds: there was no time for more (--limit)" in note]
+    assert len(notes) == (3 if together else 1)
