@@ -132,7 +132,8 @@ def test_in_a_peers_layout_ours_says_its_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_a_limit_leaves_one_round_of_each_test(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second round is begun where none has time, and the report says so."""
-    options = parse(["--against", "llama.cpp", "--in-process", "-p", "8,16", "-n", "4", "-r", "3", "--limit", "0.001"])
+    options = parse(["--against", "llama.cpp", "--in-process", "-p", "8,16", "-n", "4", "-r", "3", "--limit", "5"])
+    options.started -= 10  # the time is up
     report = Report("test", "test")
     monkeypatch.setattr(in_process, "available_memory", lambda: 1 << 50 if together else 0)
     duel = in_process.Duel(report, options, [], [], 1)
