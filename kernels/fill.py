@@ -151,6 +151,20 @@ def _publish(
 
 
 @triton.jit
+def _await(words, which: tl.constexpr, number):
+    """Spin until word `which` of the doorbell has reached `number`, or the wait is released; the word as it is then."""
+    done = _acquire(words + which * 8)
+    stop = done * 0 - 1
+    looks = 0
+    while (done < number) & (stop < number):
+        done = _acquire(words + which * 8)
+        looks += 1
+        if looks % LOOK_FOR_ABORT == 0:
+            stop = _acquire(words + ABORT * 8)
+    return done
+
+
+@triton.jit
 def _take(
     words, mail_hidden, ticket, header, cpu_start, cpu_rows, hidden, stamps, F, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -161,14 +175,7 @@ def _take(
     if shared > 0:
         number = tl.load(ticket)
         begin = _now(shared)
-        done = _acquire(words + HIDDEN * 8)
-        stop = done * 0 - 1
-        looks = 0
-        while (done < number) & (stop < number):
-            done = _acquire(words + HIDDEN * 8)
-            looks += 1
-            if looks % LOOK_FOR_ABORT == 0:
-                stop = _acquire(words + ABORT * 8)
+        done = _await(words, HIDDEN, number)
         pid = tl.program_id(0)
         at = pid * SIZE + tl.arange(0, SIZE)
         for j in range(0, tl.load(cpu_start + 1)):
@@ -191,14 +198,7 @@ def _collect(words, mail_y, trace, ticket, header, share, stamps, layer, n, SIZE
     begin = _now(n_cpu)
     if n_cpu > 0:
         number = tl.load(ticket)
-        done = _acquire(words + DONE * 8)
-        stop = done * 0 - 1
-        looks = 0
-        while (done < number) & (stop < number):
-            done = _acquire(words + DONE * 8)
-            looks += 1
-            if looks % LOOK_FOR_ABORT == 0:
-                stop = _acquire(words + ABORT * 8)
+        done = _await(words, DONE, number)
         value = tl.load(aligned(mail_y, tl.float32) + at, mask=at < n, other=0.0, cache_modifier=".cv")
         value = tl.where(done < number, float("nan"), value)
     tl.store(share + at, value, mask=at < n)
