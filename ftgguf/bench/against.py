@@ -1,4 +1,4 @@
-"""`ftgguf bench --against PEER`: find the peer, compare, write the report."""
+"""`ftgguf bench --against PEER`: compare with the peer that was found, write the report."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ftgguf.bench.alone import config_for
 from ftgguf.bench.child import end_leftovers
 from ftgguf.bench.in_process import GREEDY_TOKENS, Duel, say
 from ftgguf.bench.options import Options
-from ftgguf.bench.peers import NoPeer, find_peer
+from ftgguf.bench.peers import Peer
 from ftgguf.bench.publish import publish
 from ftgguf.bench.recording import command_line
-from ftgguf.bench.report import OURS_FAILED, PEER_FAILED, Report
+from ftgguf.bench.report import OURS_FAILED, Report
 from ftgguf.flags.table import by_spelling
 from ftgguf.gguf import GGUFFile
 from ftgguf.pull.ollama_gguf import open_model
@@ -28,13 +28,8 @@ SHARED = (
 """Settings that libllama takes in process as they are."""
 
 
-def run(options: Options, path: str) -> int:
-    """Compare, print, save; returns the exit status."""
-    try:
-        peer = find_peer(options)
-    except NoPeer as error:
-        print(f"ftgguf bench: {error}", file=sys.stderr)
-        return PEER_FAILED
+def run(options: Options, path: str, peer: Peer | None) -> int:
+    """Compare with `peer` (None: libllama in process), print, save; returns the exit status."""
     with open_model(path) as gguf:
         report = new_report(f"against {options.against}", gguf)
         size = gguf.size

@@ -8,6 +8,7 @@ device only the CPU's side is measured, and the profile says so.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from ftgguf.bench import host
 from ftgguf.bench.publish import add_output_flags, publish
 from ftgguf.bench.recording import command_line
 from ftgguf.bench.report import Line, Plot, Report, Table
+from ftgguf.engine import devices
 from ftgguf.gguf.header import TensorInfo
 from ftgguf.gguf.reader import GGUFFile, open_gguf
 from ftgguf.models.config import ModelError, read_numbers
@@ -140,7 +142,7 @@ def main(argv: list[str]) -> int:
     try:
         import torch
     except ImportError:
-        print("ftgguf bench bw: needs torch: pip install 'ftgguf[gpu]'", file=sys.stderr)
+        print(f"ftgguf bench bw: needs torch: pip install 'ftgguf[gpu]' ({_gpus()})", file=sys.stderr)
         return 1
 
     from ftgguf.experts import measure, profile
@@ -158,7 +160,12 @@ def main(argv: list[str]) -> int:
         measured = measure.probe(store, options.seconds)
         key = measure.profile_key(device, store.worker.threads)
         report.model = {"file": str(path), "experts": store.bank.report.line()}
-        report.settings = {"threads": str(key.threads), "ggml": key.ggml, "seconds a figure": str(options.seconds)}
+        report.settings = {
+            "link": link_of(device),
+            "threads": str(key.threads),
+            "ggml": key.ggml,
+            "seconds a figure": str(options.seconds),
+        }
     finally:
         store.close()
     fill_report(report, measured, device.type == "cuda")
@@ -171,8 +178,24 @@ def main(argv: list[str]) -> int:
     return report.status
 
 
-def _most_threads() -> int:
-    import os
+def link_of(device: torch.device) -> str:
+    """For the report's header: whose link was measured, or that none was, and why."""
+    if device.type == "cuda":
+        import torch
 
+        return f"to {torch.cuda.get_device_name(device)}"
+    return f"NOT MEASURED, the CPU's side alone: {_gpus()}"
+
+
+def _gpus() -> str:
+    """Why there is no link to measure, by the driver and by how torch was built."""
+    found = devices.list_devices()
+    if not found:
+        return "no NVIDIA GPU found here"
+    why = devices.problem(found[0], devices.driver())
+    return f"{found[0].id} ({found[0].name}) is here; {why or 'torch does not see it: see ftgguf doctor'}"
+
+
+def _most_threads() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores - 1)

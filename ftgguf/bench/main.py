@@ -44,17 +44,26 @@ def main(argv: list[str]) -> int:
 
 
 def _run(options: Options, trace: bool) -> int:
+    from ftgguf.bench.peers import NoPeer, Peer, find_peer, find_served
+    from ftgguf.bench.report import PEER_FAILED
     from ftgguf.pull.resolve import resolve_with_bar
 
+    peer: Peer | None = None
+    if options.against:  # before a model is fetched, hashed or measured
+        try:
+            peer = find_served(options) if trace else find_peer(options)
+        except NoPeer as error:
+            print(f"ftgguf bench{' trace' * trace}: {error}", file=sys.stderr)
+            return PEER_FAILED
     path = str(resolve_with_bar(options.model))
     if trace:
         from ftgguf.bench.trace_command import run as run_trace
 
-        return run_trace(options, path)
+        return run_trace(options, path, peer)
     if options.against:
         from ftgguf.bench.against import run as run_against
 
-        return run_against(options, path)
+        return run_against(options, path, peer)
     from ftgguf.bench.alone import run
 
     return run(options, path)

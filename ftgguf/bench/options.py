@@ -55,6 +55,11 @@ comparison:
                           HTTP the search for the peer's placement takes half of them at most (default: no limit)
   --timeout S             seconds without an answer after which a side counts as hung (default: 600)
 
+trace (TRACE: recordings of `ftgguf serve --record`, or files of OpenAI messages; default: the package's sessions):
+  --sessions N            the first N sessions alone
+  --turns N               N turns of each session at most, the edited and the side request in its middle included
+  -n N                    tokens generated for a turn at most (default: 128)
+
 exit status: 0 measured and the outputs agree; 1 bad usage or our side failed; 2 the outputs differ by more than noise;
 3 not comparable (file, tokens, budget or instruction sets differ); 4 no peer, or the peer failed; 130 interrupted.
 """
@@ -97,6 +102,9 @@ class Options:
     limit: float = math.inf
     started: float = field(default_factory=time.monotonic)
     traces: list[str] = field(default_factory=list)
+    sessions: int | None = None
+    turns: int | None = None
+    """Of each session at most, as `--sessions` bounds them; None: all."""
     engine: list[str] = field(default_factory=list)
     varied: dict[str, list[str]] = field(default_factory=dict)
     """Engine flags that were given several values (`-t 1,2`): one instance of the engine for each combination."""
@@ -165,6 +173,8 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--peer-key": ("peer_key", str),
     "--peer-args": ("peer_args", str),
     "--workload": ("workloads", _workloads),
+    "--sessions": ("sessions", _positive),
+    "--turns": ("turns", _positive),
     "--timeout": ("timeout", _seconds),
     "--longest": ("longest", _seconds),
     "--limit": ("limit", _seconds),
@@ -194,6 +204,8 @@ def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
             _take(options, flag, rest.pop(0))
         else:
             _engine_flag(options, flag, rest)
+    if not positional and (options.sessions or options.turns):
+        raise UsageError("--sessions and --turns are for `ftgguf bench trace`")
     options.repetitions = options.repetitions or default
     for name in ("prompts", "gens", "depths"):  # a length given twice is one row
         setattr(options, name, list(dict.fromkeys(getattr(options, name))))
@@ -231,6 +243,10 @@ def _check(options: Options) -> None:
     against = options.against
     if against and against not in PEERS and not against.startswith(("http://", "https://")):
         raise UsageError(f"--against takes llama.cpp, ollama or the URL of a server, not '{against}'")
+    if options.llama_server and (against != "llama.cpp" or options.peer):
+        raise UsageError("--llama-server goes with --against llama.cpp, and without --peer")
+    if options.llama_server and options.in_process:
+        raise UsageError("--llama-server is a peer over HTTP: it does not go with --in-process")
     for flag, name in (("--html", options.html), ("--report", options.report)):
         if name and (Path(name).is_dir() or not os.access(Path(name).parent, os.W_OK)):
             raise UsageError(f"{flag} {name}: no file can be written there")

@@ -17,7 +17,7 @@ from ftgguf.bench.options import Options
 from ftgguf.bench.peers import Peer
 from ftgguf.bench.report import NOT_COMPARABLE, PEER_FAILED, Report
 from ftgguf.bench.servers import Server, ServerError
-from ftgguf.bench.sweep import GEN, PROMPT, UBATCHES, BudgetError, Found, Sweep, Trial
+from ftgguf.bench.sweep import GEN, PROMPT, UBATCHES, BudgetError, Found, Hung, Sweep, Trial
 from ftgguf.flags import parse_server
 from ftgguf.gguf import GGUFFile
 
@@ -66,14 +66,14 @@ def best_placements(
     shared = without(peer_flags(flags), SWEPT)
 
     def measure(n_cpu_moe: int, ubatch: int, mapped: bool) -> Trial:
-        trial = Trial(n_cpu_moe, ubatch, mapped=mapped)
+        trial = Trial(n_cpu_moe, ubatch, mapped=mapped, read_flags=peer.read_flags)
         say(f"sweep: {' '.join(trial.flags)}")
         command = peer_command(peer, [*shared, *trial.flags, *shlex.split(options.peer_args)])
         found = measured(trial, command, options.timeout, prompt, budget)
         say(f"sweep: {found.describe()}")
         report.notes.append(f"sweep: {found.describe()}")  # kept when an interrupt ends the search
         if "no answer" in found.error:  # each further trial would take as long
-            raise BudgetError(f"llama.cpp hangs with {found.describe()}", [found], failed=True)
+            raise Hung(found)
         return found
 
     try:
@@ -84,8 +84,7 @@ def best_placements(
         report.trouble(PEER_FAILED if error.failed else NOT_COMPARABLE, str(error))
         return {}
     if found.left_out:
-        text = f"no time was left (--limit) to try -ub {', '.join(map(str, found.left_out))}"
-        report.notes.append(f"the peer's placement: {text}")
+        report.notes.append(f"the peer's placement, not tried: {'; '.join(found.left_out)}")
     return kept(report, found)
 
 
@@ -103,7 +102,8 @@ def kept(report: Report, found: Found) -> dict[str, list[str]]:
 
 def measured(trial: Trial, command: list[str], timeout: float, prompt: int, budget: int) -> Trial:
     """The trial with its memory, and with its speeds if it fits `budget` bytes: `prompt` tokens read, then GEN written,
-    after a warm-up. A server that dies, hangs or cannot be measured is a trial with an error."""
+    after a warm-up of one full physical batch. A server that dies, hangs or cannot be measured is a trial with an
+    error."""
     with tempfile.TemporaryDirectory(prefix="ftgguf-sweep-") as folder:
         server = Server(command, Path(folder) / "log.txt", timeout, peer_environment())
         try:
@@ -116,6 +116,7 @@ def measured(trial: Trial, command: list[str], timeout: float, prompt: int, budg
                     return replace(trial, error="nvidia-smi shows no memory of it: its VRAM cannot be measured")
                 if server.memory.vram_peak > budget:
                     return replace(trial, vram=server.memory.vram_peak)
+                target.complete([(7 * i + 1) % 500 for i in range(min(prompt, trial.ubatch))], 1)
                 pp = prompt / target.complete([i % 500 for i in range(prompt)], 1).ttft
                 tg = target.complete(list(range(16)), GEN).decode_rate
                 server.memory.look()

@@ -1,8 +1,9 @@
 """llama.cpp's best placement for a VRAM budget: an unswept baseline is the first thing that a critic looks for.
 
-Flags swept: `--n-cpu-moe N` (the experts of N layers stay on the CPU; fewer is faster and takes more memory) and `-ub`
-(a larger physical batch prefills faster and takes more memory), always with all layers on the GPU and flash attention;
-then `--load-mode none` at the best of them, as llama.cpp advises where experts stay on the CPU.
+Flags swept: `--n-cpu-moe N` (the experts of N layers stay on the CPU; fewer is faster and takes more memory), `-ub`
+(a larger physical batch reads the experts less often for a prompt and takes more memory) and how the file is loaded
+(mapped, or read, as llama.cpp advises where experts stay on the CPU), always with all layers on the GPU and flash
+attention. Every pair of a physical batch and a way of loading gets the smallest N of its own that fits.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-UBATCHES = (512, 2048, 8192)
+UBATCHES = (512, 2048, 4096, 8192)
 PROMPT, GEN = 8192, 256
 """The job whose duration decides: tokens read (fewer where the context holds fewer) and written."""
 MARGIN = 64 << 20
 """Bytes by which sums from the file's sizes may be wrong: buffers of a pass change with the placement too."""
+JITTER = 8 << 20
+"""Bytes by which two starts with the same setting may differ."""
 USUAL_BATCH = 2048
 """llama.cpp's default for -b; it cuts a larger -ub down to it."""
+SLOWER = 0.95
+"""Once prompts are read at less than this share of the best with a smaller physical batch, larger ones are not tried
+(of the same way of loading): what a pass costs has been spread wide enough, and each takes experts off the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +39,14 @@ class Trial:
     mapped: bool = True
     """The file is mapped, llama.cpp's default; else read into memory, which CUDA can pin, so that experts on the CPU
     reach the GPU faster for prompts."""
+    read_flags: tuple[str, ...] = ("--load-mode", "none")
+    """What makes this llama-server read the file: older ones say --no-mmap."""
 
     @property
     def flags(self) -> list[str]:
         batch = ["-b", str(max(USUAL_BATCH, self.ubatch)), "-ub", str(self.ubatch)]
         return ["-ngl", "99", "--n-cpu-moe", str(self.n_cpu_moe), *batch, "-fa", "on"] + (
-            [] if self.mapped else ["--load-mode", "none"]
+            [] if self.mapped else [*self.read_flags]
         )
 
     @property
@@ -51,13 +59,19 @@ class Trial:
     def fits(self, budget: int) -> bool:
         return not self.error and self.vram <= budget
 
+    @property
+    def short(self) -> str:
+        """The flags that were swept."""
+        return f"--n-cpu-moe {self.n_cpu_moe} -ub {self.ubatch}" + (
+            "" if self.mapped else " " + " ".join(self.read_flags)
+        )
+
     def describe(self) -> str:
         """One line for the report."""
-        what = f"--n-cpu-moe {self.n_cpu_moe} -ub {self.ubatch}" + ("" if self.mapped else " --load-mode none")
         if self.error:
-            return f"{what}: {self.error[:200]}"
+            return f"{self.short}: {self.error[:200]}"
         speeds = f", pp {self.pp:.1f}, tg {self.tg:.1f} tok/s" if self.pp else ""
-        return f"{what}: {self.vram / 2**20:.0f} MiB{speeds}"
+        return f"{self.short}: {self.vram / 2**20:.0f} MiB{speeds}"
 
 
 Measure = Callable[[int, int, bool], Trial]
@@ -73,32 +87,46 @@ class BudgetError(RuntimeError):
         self.failed = failed
 
 
+class Hung(BudgetError):
+    """A setting that never answers; another one would take as long. What was found before stands."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(f"llama.cpp hangs with {trial.describe()}", [trial], failed=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The quickest settings within the budget: for the whole job, for reading and for writing (often one and the same),
-    and all that were tried, in order. `left_out`: physical batches that there was no time for."""
+    and all that were tried, in order. `left_out`: the settings that were not tried, each with its reason."""
 
     best: Trial
     reading: Trial
     writing: Trial
     tried: list[Trial]
-    left_out: tuple[int, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
-def _best(done: Sequence[Trial]) -> tuple[Trial, Trial, Trial]:
-    """The quickest for the whole job, for reading and for writing."""
-    return min(done, key=lambda t: t.seconds), max(done, key=lambda t: t.pp), max(done, key=lambda t: t.tg)
+@dataclass(slots=True)
+class _Way:
+    """How far the search has come for one way of loading. `low`: the fewest layers on the CPU that a larger batch may
+    need; `best`: tokens read a second at most so far; `over`: why no larger batch is tried."""
+
+    mapped: bool
+    low: int = 0
+    best: float = 0.0
+    over: str = ""
 
 
 class Sweep:
-    """One search. For each physical batch the fewest layers of experts on the CPU that fit (memory falls with them, and
-    a larger batch needs at least as many as a smaller one), with the speeds there; then the best of them with the file
-    read instead of mapped.
+    """One search. For each physical batch, from the smallest on, and each way of loading: the fewest layers of experts
+    on the CPU that fit (memory falls with them, and a larger batch needs at least as many), with the speeds there.
+    A way of loading ends with a batch that reads slower than a smaller one did (SLOWER). Where all experts are on the
+    GPU the way of loading changes nothing, and the file is mapped.
 
     `layer_bytes`: the experts of each layer, which is what a layer more on the CPU frees. Each trial is a start of the
-    server, so the file's sizes tell where to look: a trial or two, and what lies within MARGIN of the budget is
-    measured instead of reckoned. `besides`: about what everything else takes. `late` says that no further physical
-    batch is to be begun.
+    server, so what is known tells where to look: the same batch loaded the other way, smaller batches, the file's
+    sizes. A trial or two, then; what lies within MARGIN of the budget is measured instead of reckoned. `besides`: about
+    what everything else takes. `late` says that nothing further is to be begun.
     """
 
     def __init__(
@@ -120,35 +148,57 @@ class Sweep:
 
     def run(self, ubatches: Sequence[int] = UBATCHES) -> Found:
         """Raises BudgetError."""
-        low = 0
         done: list[Trial] = []
-        left_out: list[int] = []
-        for ubatch in sorted(ubatches):
-            if done and self._late():
-                left_out.append(ubatch)
-                continue
-            trial = self._fewest(ubatch, low)
-            if trial is None:
-                break  # all experts are on the CPU already, and larger batches take more
-            done.append(trial)
-            low = trial.n_cpu_moe
+        left_out: list[str] = []
+        ways = (_Way(mapped=True), _Way(mapped=False))
+        try:
+            for ubatch in sorted(ubatches):
+                for way in ways:
+                    if not way.over and done and self._late():
+                        way.over = "no time was left (--limit)"
+                    if way.over:
+                        left_out.append(f"-ub {ubatch}{'' if way.mapped else ', file read'}: {way.over}")
+                        continue
+                    self._step(ubatch, way, done)
+        except Hung as error:
+            if not done:
+                raise
+            left_out.append(f"nothing after {error.tried[0].short}, which hung, was tried")
         if not done:
             raise self._hopeless()
-        for trial in dict.fromkeys(_best(done)):
-            if trial.n_cpu_moe and not self._late():
-                read = self._measure(trial.n_cpu_moe, trial.ubatch, False)
-                self.tried.append(read)
-                done += [read] if read.fits(self._budget) else []
-        return Found(*_best(done), self.tried, tuple(left_out))
+        best = min(done, key=lambda t: t.seconds), max(done, key=lambda t: t.pp), max(done, key=lambda t: t.tg)
+        return Found(*best, self.tried, tuple(left_out))
 
-    def _fewest(self, ubatch: int, first: int) -> Trial | None:
-        """The trial at the smallest N from `first` on that fits; None if none does."""
+    def _step(self, ubatch: int, way: _Way, done: list[Trial]) -> None:
+        """The best of one physical batch loaded one way, into `done`; and whether `way` goes on."""
+        twin = next((t for t in reversed(done) if t.ubatch == ubatch and not way.mapped), None)
+        if twin is not None and twin.n_cpu_moe == 0:
+            return  # nothing stays on the CPU
+        if not way.mapped and not done and self._too_much():
+            way.over = "it takes more than the budget however it is loaded"
+            return
+        trial = self._fewest(ubatch, way)
+        if trial is None:
+            way.over = "it does not fit or run with a smaller one, with all experts on the CPU"
+            return
+        done.append(trial)
+        way.low = trial.n_cpu_moe
+        if trial.pp < SLOWER * way.best:
+            way.over = f"-ub {ubatch} reads prompts slower than a smaller one already"
+        way.best = max(way.best, trial.pp)
+
+    def _too_much(self) -> bool:
+        """Whether the least that could be asked for is clearly above the budget."""
+        return any(t.n_cpu_moe == self._layers and not t.error and t.vram > self._budget + MARGIN for t in self.tried)
+
+    def _fewest(self, ubatch: int, way: _Way) -> Trial | None:
+        """The trial at the smallest N from `way.low` on that fits; None if none does."""
         found: Trial | None = None
-        low, high = first - 1, self._layers + 1  # what is too much, and the least known to do
+        low, high = way.low - 1, self._layers + 1  # what is too much, and the least known to do
         failed = False  # whether what was too much did not run at all
-        n = self._guess(first)
+        n = self._guess(ubatch, way)
         while low < n < high:
-            trial = self._measure(n, ubatch, True)
+            trial = self._measure(n, ubatch, way.mapped)
             self.tried.append(trial)
             if trial.fits(self._budget):
                 found, high = trial, n
@@ -160,22 +210,50 @@ class Sweep:
                 n = self._next(trial, low, high)
         return found
 
-    def _guess(self, first: int) -> int:
-        """Where to begin: as in the trial before (a smaller batch's), or by the sizes of the experts alone."""
-        if self.tried:
-            return first
-        room = self._budget - self._besides
-        return next((n for n in range(first, self._layers) if self._on_gpu[n] <= room), self._layers)
+    def _guess(self, ubatch: int, way: _Way) -> int:
+        """Where to begin: where the other way of loading ended, where two smaller batches point to, where one ended, or
+        what the sizes of the experts say."""
+        fitting = [t for t in self.tried if t.fits(self._budget)]
+        other = [t.n_cpu_moe for t in fitting if t.ubatch == ubatch and t.mapped != way.mapped]
+        if other:
+            return max(way.low, min(other))
+        if self.tried and not fitting:
+            return self._layers  # loaded the other way nothing ran: the surest first
+        besides = self._besides_with(ubatch, fitting)
+        if fitting and besides is None:
+            return way.low
+        room = self._budget - (self._besides if besides is None else besides)
+        return next((n for n in range(way.low, self._layers) if self._on_gpu[n] <= room), self._layers)
+
+    def _besides_with(self, ubatch: int, fitting: Sequence[Trial]) -> int | None:
+        """Bytes beside the experts, which grow evenly with the physical batch; None before two sizes were measured."""
+        known = {t.ubatch: t.vram - self._on_gpu[t.n_cpu_moe] for t in fitting}
+        if len(known) < 2:
+            return None
+        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
+        return at_b + max(0, at_b - at_a) * (ubatch - b) // (b - a)
 
     def _next(self, last: Trial, low: int, high: int) -> int:
         """The next N to measure, `high` where nothing is left to learn."""
         if high - low <= 1:
             return high
         room = self._budget - last.vram + self._on_gpu[last.n_cpu_moe]
-        n = next((n for n in range(low + 1, min(high, self._layers + 1)) if self._on_gpu[n] <= room + MARGIN), high)
+        n = next(
+            (n for n in range(low + 1, min(high, self._layers + 1)) if self._on_gpu[n] <= room + self._doubt(last, n)),
+            high,
+        )
         if n < high or any(trial.fits(self._budget) for trial in self.tried):
             return n
         return self._layers  # nothing fits by these sums: the most that can be done tells how much is needed
+
+    def _doubt(self, last: Trial, n: int) -> int:
+        """Bytes by which the sum for N may be wrong: MARGIN, or, where the same batch loaded the other way was measured
+        at N and at the last one's N, what that says with JITTER."""
+        other = {t.n_cpu_moe: t for t in self.tried if t.ubatch == last.ubatch and t.mapped != last.mapped and t.vram}
+        if n not in other or last.n_cpu_moe not in other:
+            return MARGIN
+        step = other[n].vram - other[last.n_cpu_moe].vram
+        return self._on_gpu[n] - self._on_gpu[last.n_cpu_moe] - step + JITTER
 
     def _hopeless(self) -> BudgetError:
         least = min((t.vram for t in self.tried if not t.error), default=None)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from ftgguf.bench import tracefile
 from ftgguf.bench.against import finish, new_report
 from ftgguf.bench.alone import config_for
 from ftgguf.bench.contenders import make_contenders
 from ftgguf.bench.options import Options, UsageError
-from ftgguf.bench.peers import NoPeer, Peer, find_peer
+from ftgguf.bench.peers import Peer
 from ftgguf.bench.placement import best_placements, check_budget, sizes_of
-from ftgguf.bench.report import PEER_FAILED, Report
+from ftgguf.bench.report import Report
 from ftgguf.bench.trace import Replay
 from ftgguf.flags import parse_server
 from ftgguf.gguf import GGUFFile
@@ -23,30 +22,21 @@ MAX_REPLY = 128
 """Tokens generated for a turn at most, unless -n says otherwise."""
 
 
-def run(options: Options, path: str) -> int:
-    """Replay, print, save; returns the exit status."""
-    peer: Peer | None = None
-    if options.against:
-        try:
-            peer = find_peer(options)
-        except NoPeer as error:
-            print(f"ftgguf bench trace: {error}", file=sys.stderr)
-            return PEER_FAILED
-        if peer is None:
-            print(
-                "ftgguf bench trace: sessions are replayed over HTTP and no llama-server is on PATH: give "
-                "--llama-server PATH, or `pip install xllamacpp` and --peer xllamacpp",
-                file=sys.stderr,
-            )
-            return PEER_FAILED
+def run(options: Options, path: str, peer: Peer | None) -> int:
+    """Replay (against `peer` too, where there is one), print, save; returns the exit status."""
     try:
-        sessions = tracefile.load(options.traces)
+        sessions = tracefile.load(options.traces, turns=options.turns)
     except tracefile.TraceError as error:
         raise UsageError(str(error)) from None
+    found, sessions = len(sessions), sessions[: options.sessions]
     with open_model(path) as gguf:
         report = new_report("trace" + (f" against {options.against}" if options.against else ""), gguf)
         sessions, context = _fitted(report, options, gguf, sessions)
         sizes = sizes_of(gguf)
+    if options.sessions is not None and options.sessions < found:
+        report.notes.append(f"the first {options.sessions} of {found} sessions (--sessions)")
+    if options.turns is not None:
+        report.notes.append(f"at most {options.turns} turns of each session (--turns)")
     flags = _flags(options, path, context, report)
     n_gen = max(options.gens, default=0) or MAX_REPLY
 

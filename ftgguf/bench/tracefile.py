@@ -50,11 +50,11 @@ class Session:
     requests: tuple[Request, ...] = field(default=())
 
 
-def load(paths: Sequence[str], *, variations: bool = True) -> list[Session]:
+def load(paths: Sequence[str], *, variations: bool = True, turns: int | None = None) -> list[Session]:
     """The sessions of `paths`; those of the package if there are none. Raises TraceError.
 
     `variations` adds to each whole session an edited-history turn and a side request, which agents send and prefix
-    caches stumble over.
+    caches stumble over. `turns`: of each session at most, variations included, which stay as long as there is room.
     """
     if not paths:
         folder = resources.files("ftgguf") / "data" / "traces"
@@ -65,13 +65,13 @@ def load(paths: Sequence[str], *, variations: bool = True) -> list[Session]:
         files = [Path(p) for p in paths]
     sessions: list[Session] = []
     for file in files:
-        sessions += _read(file, variations)
+        sessions += _read(file, variations, turns)
     if not sessions:
         raise TraceError(f"{', '.join(map(str, files))}: no session with an answer in it")
     return sessions
 
 
-def _read(file: Path, variations: bool) -> list[Session]:
+def _read(file: Path, variations: bool, turns: int | None) -> list[Session]:
     sessions: list[Session] = []
     recorded: list[dict[str, Any]] = []
     for number, entry in _entries(file):
@@ -79,14 +79,14 @@ def _read(file: Path, variations: bool) -> list[Session]:
             name = str(entry.get("session") or f"{file.stem}-{number}")
             session = _whole(name, entry["messages"], tuple(entry.get("tools") or ()))
             if session.requests:
-                sessions.append(_varied(session) if variations else session)
+                sessions.append(_varied(session, turns) if variations else _first(session, turns))
         elif isinstance(entry.get("body"), dict):
             recorded.append(entry)
         elif isinstance(entry.get("traj"), list):  # tau-bench's own files
-            sessions.append(_whole(f"{file.stem}-{number}", entry["traj"], ()))
+            sessions.append(_first(_whole(f"{file.stem}-{number}", entry["traj"], ()), turns))
         else:
             raise TraceError(f"{file}: entry {number} is neither a session (messages) nor a recorded request (body)")
-    return sessions + _recorded(file.stem, recorded)
+    return sessions + [_first(session, turns) for session in _recorded(file.stem, recorded)]
 
 
 def _entries(file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
@@ -118,11 +118,16 @@ def _whole(name: str, messages: list[Message], tools: tuple[Message, ...]) -> Se
     return Session(name, tuple(requests))
 
 
-def _varied(session: Session) -> Session:
-    """In the middle: a side request (a title for the talk), then the turn again with its last message changed."""
-    requests = list(session.requests)
+def _first(session: Session, turns: int | None) -> Session:
+    return replace(session, requests=session.requests[:turns])
+
+
+def _varied(session: Session, turns: int | None = None) -> Session:
+    """In the middle: a side request (a title for the talk), then the turn again with its last message changed; only
+    where that leaves four of `turns`."""
+    requests = list(session.requests[: None if turns is None else max(0, turns - 2)])
     if len(requests) < 4:
-        return session
+        return _first(session, turns)
     middle = len(requests) // 2
     before = requests[middle]
     users = [m for m in before.messages if m.get("role") == "user"]

@@ -30,6 +30,9 @@ def memory(moe: int, ubatch: int) -> int:
 
 
 def serve(argv: list[str], folder: Path) -> int:
+    if "--help" in argv:
+        print("-c, --ctx-size N\n--port PORT\n" + os.environ.get("FAKE_HELP", "-lm, --load-mode MODE"))
+        return 0
     moe, batch = value(argv, "--n-cpu-moe", 0), value(argv, "-b", 2048)
     ubatch = min(value(argv, "-ub", 512), batch)  # as llama.cpp does
     mib = memory(moe, ubatch)

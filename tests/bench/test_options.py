@@ -79,6 +79,11 @@ def test_several_values_make_every_combination() -> None:
         (["model.gguf"], "goes after -m"),
         (["--workload", "pp,nope"], "'nope' is none of"),
         (["--timeout", "0"], "no number of seconds"),
+        (["--llama-server", "x"], "goes with --against llama.cpp"),
+        (["--against", "ollama", "--llama-server", "x"], "goes with --against llama.cpp"),
+        (["--against", "llama.cpp", "--llama-server", "x", "--in-process"], "does not go with --in-process"),
+        (["--turns", "3"], "are for `ftgguf bench trace`"),
+        (["--sessions", "3"], "are for `ftgguf bench trace`"),
     ],
 )
 def test_mistakes_are_named(argv: list[str], words: str) -> None:

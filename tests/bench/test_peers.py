@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,81 @@ def test_ollama_is_looked_for_where_its_own_client_looks(monkeypatch: pytest.Mon
     """The forms of OLLAMA_HOST in Ollama's FAQ."""
     monkeypatch.setenv("OLLAMA_HOST", host)
     assert ollama_url() == url
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+HELP = 'echo "-c, --ctx-size N   size of the context"; echo "--port PORT"; echo "{}"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("echo 'hello from another program'; exit 3\n", r"is not llama-server: .* status 3 .*hello from another"),
+        (HELP.format("-lm, --load-mode MODE"), ""),
+        ("echo '--ctx-size N'\n", "is not llama-server"),
+        ("echo 'x: error while loading shared libraries: libllama.so: no such file'; exit 127\n", "LD_LIBRARY_PATH"),
+        ("sleep 60\n", "did not end within"),
+    ],
+)
+def test_a_llama_server_that_is_none_is_found_before_anything_is_loaded(
+    text: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line and status 4, before the model is even looked for. A help that names llama-server's flags (as in
+    tests/data/llama_server_args.json) is one's."""
+    monkeypatch.setattr("ftgguf.bench.peers.HELP_S", 1.5)
+    file = program(tmp_path / "llama", text)
+    argv = ["--against", "llama.cpp", "--llama-server", file]
+    if not words:
+        assert find_peer(parse(argv)).where == file  # type: ignore[union-attr]
+        return
+    for command in (["-m", "/nowhere/m.gguf", *argv], ["trace", "-m", "/nowhere/m.gguf", *argv]):
+        assert main(command) == PEER_FAILED
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert re.search(f"--llama-server {file}: .*{words}", said)
+
+
+def test_a_path_that_cannot_be_a_llama_server_says_what_to_give(tmp_path: Path) -> None:
+    """Missing, a name, a folder with one in it, a file that is no program, one for another machine."""
+    inside = program(tmp_path / "llama-server", HELP)
+    plain, broken = tmp_path / "plain", tmp_path / "broken"
+    plain.write_text("x")
+    broken.write_bytes(b"\x7fELF nonsense")
+    broken.chmod(0o755)
+    for name, words in (
+        ("/nowhere/x", "does not exist: give the path of llama.cpp's llama-server"),
+        ("no-such-llama", "no such program is on PATH"),
+        (str(tmp_path), f"is a folder: give {inside}"),
+        (str(plain), "chmod [+]x"),
+        (str(broken), "cannot be run .*built for this machine"),
+    ):
+        with pytest.raises(NoPeer, match=words):
+            find_peer(parse(["--against", "llama.cpp", "--llama-server", name]))
+
+
+def test_the_one_on_path_is_looked_at_too_and_says_how_it_reads_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds before --load-mode have --no-mmap for it (llama.cpp's common/arg.cpp of 2025)."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for text, flags in (("-lm, --load-mode MODE", ("--load-mode", "none")), ("--no-mmap", ("--no-mmap",))):
+        where = program(tmp_path / "llama-server", HELP.format(text))
+        assert find_peer(parse(["--against", "llama.cpp"])) == Peer("llama-server", where, flags)
+    program(tmp_path / "llama-server", "exit 1\n")
+    with pytest.raises(NoPeer, match=r"llama-server \(on PATH\): it is not .* or --in-process"):
+        find_peer(parse(["--against", "llama.cpp"]))
+
+
+def test_sessions_need_a_peer_over_http(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert main(["trace", "-m", "/nowhere/m.gguf", "--against", "llama.cpp"]) == PEER_FAILED
+    assert "give --llama-server PATH" in capsys.readouterr().err
 
 
 def test_what_is_missing_of_ollama_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from ftgguf.bench.placement import Sizes, best_placements, check_budget, kept, s
 from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report
 from ftgguf.bench.servers import Server
 from ftgguf.bench.stepper import parse_isa
-from ftgguf.bench.sweep import UBATCHES, BudgetError, Found, Sweep, Trial
+from ftgguf.bench.sweep import UBATCHES, BudgetError, Found, Hung, Sweep, Trial
 from ftgguf.gguf import open_gguf
 
 from .fake_llama_server import LAYERS, memory
@@ -44,15 +45,86 @@ def all_settings(budget: int) -> list[Trial]:
     return [t for n in range(49) for u in UBATCHES if (t := gpu(n, u)).fits(budget)]
 
 
-@given(st.integers(1757, 20000), st.sampled_from([0, 1500, 2500]))
-def test_it_finds_the_best_of_all_settings(mib: int, besides: int) -> None:
-    """Against trying every one of the 147; with two or three starts a batch, whatever is known besides the experts."""
-    found = Sweep(gpu, EXPERTS, mib * MIB, besides * MIB).run()
-    assert found.best.seconds == min(t.seconds for t in all_settings(mib * MIB))
-    assert found.reading.pp == max(t.pp for t in all_settings(mib * MIB))
-    assert found.writing.tg == max(t.tg for t in all_settings(mib * MIB))
+def pinned(n: int, ubatch: int, mapped: bool = True, extra: int = 0) -> Trial:
+    """The memory of `gpu` and `extra` MiB more for a file that is read. A pass of a prompt takes 25 us a row and, for
+    each layer on the CPU, the time its 300 MiB take over the link: 15 GB/s mapped, 50 read."""
+    vram = gpu(n, ubatch).vram + (0 if mapped or n == 0 else extra * MIB)
+    seconds = ubatch * 25e-6 + n * (0.021 if mapped else 0.0063)
+    return Trial(n, ubatch, vram, pp=ubatch / seconds, tg=100.0 / (1 + n / 12), mapped=mapped)
+
+
+@given(
+    st.integers(1757, 20000),
+    st.sampled_from([0, 1500, 2500]),
+    st.sampled_from([gpu, pinned]),
+    st.sampled_from([0, 3, 90, 301]),
+)
+def test_it_finds_the_best_of_all_settings(mib: int, besides: int, machine: Any, extra: int) -> None:
+    """Against trying every one of the 392; with a start or two for each batch and way of loading, whatever is known
+    besides the experts, and also where a file that is read needs another layer on the CPU."""
+
+    def measure(n: int, ubatch: int, mapped: bool) -> Trial:
+        return machine(n, ubatch, mapped, extra) if machine is pinned else gpu(n, ubatch, mapped)
+
+    every = [t for n in range(49) for u in UBATCHES for m in (True, False) if (t := measure(n, u, m)).fits(mib * MIB)]
+    found = Sweep(measure, EXPERTS, mib * MIB, besides * MIB).run()
+    assert found.best.seconds == min(t.seconds for t in every)
+    assert found.reading.pp == max(t.pp for t in every)
+    assert found.writing.tg == max(t.tg for t in every)
     assert all(t.fits(mib * MIB) for t in (found.best, found.reading, found.writing))
-    assert len(found.tried) <= 3 * 3 + 3
+    assert len(found.tried) <= (20 if extra > 100 else 16)
+    assert len({(t.n_cpu_moe, t.ubatch, t.mapped) for t in found.tried}) == len(found.tried), "none is tried twice"
+
+
+def test_a_file_that_is_read_gets_the_next_layer_on_the_cpu_where_it_needs_it() -> None:
+    """The larger of two batches fits mapped and misses the budget by a little when read: it is tried with a layer more
+    on the CPU, and wins the prompts there."""
+    found = Sweep(lambda n, u, m: pinned(n, u, m, 30), EXPERTS, 8230 * MIB).run((512, 2048))
+    tried = [(t.ubatch, t.mapped, t.n_cpu_moe, t.fits(8230 * MIB)) for t in found.tried if t.ubatch == 2048]
+    n = next(n for n in range(49) if gpu(n, 2048).fits(8230 * MIB))
+    assert (2048, False, n, False) in tried
+    assert (2048, False, n + 1, True) in tried
+    assert (found.reading.ubatch, found.reading.mapped, found.reading.n_cpu_moe) == (2048, False, n + 1)
+
+
+def test_every_batch_is_tried_both_ways_until_it_reads_slower() -> None:
+    """On a machine whose prompts gain from the file being read, mapped ones from larger batches alone: each way of
+    loading ends by itself, and what was not tried is named with the reason."""
+
+    def measure(n: int, ubatch: int, mapped: bool) -> Trial:
+        trial = gpu(n, ubatch, mapped)
+        return trial if mapped else replace(trial, pp=9000.0 * 0.9 ** UBATCHES.index(ubatch))
+
+    found = Sweep(measure, EXPERTS, 8000 * MIB).run()
+    fitting = {(t.ubatch, t.mapped) for t in found.tried if t.fits(8000 * MIB)}
+    assert fitting == {(u, True) for u in UBATCHES} | {(512, False), (2048, False)}
+    why = "file read: -ub 2048 reads prompts slower than a smaller one already"
+    assert found.left_out == (f"-ub 4096, {why}", f"-ub 8192, {why}")
+    assert (found.reading.ubatch, found.reading.mapped) == (512, False)
+
+
+def test_a_peer_that_runs_only_when_the_file_is_read_is_measured_so() -> None:
+    def measure(n: int, ubatch: int, mapped: bool) -> Trial:
+        return Trial(n, ubatch, error="mmap failed") if mapped else gpu(n, ubatch, mapped)
+
+    found = Sweep(measure, EXPERTS, 8000 * MIB).run()
+    assert not found.best.mapped
+    assert found.best.n_cpu_moe == min(t.n_cpu_moe for t in all_settings(8000 * MIB) if t.ubatch == found.best.ubatch)
+
+
+def test_a_setting_that_hangs_does_not_cost_what_was_found() -> None:
+    """Each start more would wait as long; nothing found before it is an error as before."""
+
+    def measure(n: int, ubatch: int, mapped: bool) -> Trial:
+        if ubatch == 4096:
+            raise Hung(Trial(n, ubatch, error="no answer", mapped=mapped))
+        return gpu(n, ubatch, mapped)
+
+    found = Sweep(measure, EXPERTS, 8000 * MIB).run()
+    assert {t.ubatch for t in found.tried} == {512, 2048}
+    assert "-ub 4096, which hung" in found.left_out[-1]
+    with pytest.raises(Hung, match="hangs with --n-cpu-moe"):
+        Sweep(measure, EXPERTS, 8000 * MIB).run((4096,))
 
 
 @given(st.lists(st.integers(0, 900), min_size=1, max_size=60), st.integers(0, 30000), st.integers(-60, 60))
@@ -79,21 +151,25 @@ def test_uneven_layers_and_sums_that_are_a_little_wrong(sizes: list[int], mib: i
 def test_a_file_that_is_read_is_tried_where_experts_are_on_the_cpu() -> None:
     """It wins prompts alone: a side of its own. With all experts on the GPU it changes nothing, and costs no start."""
 
-    def pinned(n: int, ubatch: int, mapped: bool) -> Trial:
+    def fast(n: int, ubatch: int, mapped: bool) -> Trial:
         trial = gpu(n, ubatch, mapped)
         return trial if mapped else replace(trial, pp=2 * trial.pp, tg=trial.tg / 9)
 
-    found = Sweep(pinned, EXPERTS, 8000 * MIB).run()
+    found = Sweep(fast, EXPERTS, 8000 * MIB).run()
     assert (found.reading.mapped, found.writing.mapped) == (False, True)
     assert found.reading.flags[-2:] == ["--load-mode", "none"]
     assert "--load-mode none" in found.reading.describe()
-    assert all(t.mapped for t in Sweep(pinned, EXPERTS, 10**12).run().tried)
+    assert all(t.mapped for t in Sweep(fast, EXPERTS, 10**12).run().tried)
 
 
 def test_no_time_for_larger_batches_is_said() -> None:
     found = Sweep(gpu, EXPERTS, 8000 * MIB, late=lambda: True).run()
     assert found.best.ubatch == 512
-    assert found.left_out == (2048, 8192)
+    assert [line.partition(": ")[0] for line in found.left_out] == [
+        *("-ub 512, file read", "-ub 2048", "-ub 2048, file read"),
+        *("-ub 4096", "-ub 4096, file read", "-ub 8192", "-ub 8192, file read"),
+    ]
+    assert all(line.endswith("no time was left (--limit)") for line in found.left_out)
 
 
 def test_a_budget_that_cannot_be_met_says_what_is_needed() -> None:

@@ -65,6 +65,22 @@ def test_every_answer_is_a_turn(tmp_path: Path) -> None:
     ]
 
 
+def test_turns_are_bounded_with_the_variations_among_them(tmp_path: Path) -> None:
+    """By counting: at most N of each session, the first ones; the side request and the edited turn are in it where four
+    others are, a recorded session is cut."""
+    whole = [len(s.requests) for s in tracefile.load([])]
+    for n in (1, 3, 5, 6, 7, 10**6):
+        sessions = tracefile.load([], turns=n)
+        assert [len(s.requests) for s in sessions] == [min(n, length) for length in whole]
+        for session in sessions:
+            kinds = [r.kind for r in session.requests]
+            assert kinds[0] == "first"
+            assert kinds.count("edited") == kinds.count("side") == (1 if n >= 6 else 0)
+    recorded = [{"at": i, "path": "/v1", "body": {"messages": talk(i)[:-1] or talk(1)}} for i in range(1, 6)]
+    (session,) = tracefile.load([write(tmp_path / "r.jsonl", *recorded)], turns=2)
+    assert [r.kind for r in session.requests] == ["first", "append"]
+
+
 def test_an_edited_turn_shares_all_but_its_last_message(tmp_path: Path) -> None:
     (session,) = tracefile.load([write(tmp_path / "t.jsonl", {"messages": talk(6)})])
     i = [r.kind for r in session.requests].index("edited")
