@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,12 +33,11 @@ class Prepared(Protocol):
 
     @property
     def need(self) -> Need: ...
-    @property
-    def takes_gpu(self) -> bool:
-        """It takes all of a GPU's free memory if there is one (no --vram-budget bounds it)."""
+    def fits_gpu(self, free: int | None) -> bool:
+        """Whether what it needs of its GPU is among `free` bytes of it (None: nobody can say how many are free)."""
 
     async def start(self, room: int) -> Started:
-        """Start its engine, which may take `room` bytes; returns before it is ready."""
+        """Start its engine, which may take `room` bytes of host memory; returns before it is ready."""
 
 
 @dataclass(slots=True)
@@ -51,17 +50,20 @@ class Started:
     n_ctx: Callable[[], int]
     info: Callable[[], dict[str, Any]]
     granted: int
-    """Bytes of memory that it may take."""
+    """Bytes of host memory that it may take."""
     close: Callable[[], None]
     vram: Callable[[], int] = lambda: 0
     """Bytes of device memory that it holds."""
     limit: int = 0
     """Tokens that its context can be made to hold by loading it again."""
     state: Any = None
+    gpu: Callable[[], str] = lambda: ""
+    """The GPU that it holds memory of (CUDA0 ...); empty: none."""
 
 
-Prepare = Callable[[Source, int], Awaitable[Prepared]]
-"""(source, context wanted by a request or 0) -> the model, ready to be started. Raises ApiError."""
+Prepare = Callable[[Source, int, Mapping[str, int]], Awaitable[Prepared]]
+"""(source, context wanted by a request or 0, bytes that loaded models hold of each GPU) -> the model, ready to be
+started. Raises ApiError."""
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -25,6 +25,7 @@ from ftgguf.pull.resolve import resolve_served
 from ftgguf.server.app import model_app
 from ftgguf.server.errors import server_error
 from ftgguf.server.models_catalog import Catalog, Source
+from ftgguf.server.models_gpu import fits_beside
 from ftgguf.server.models_instance import Started
 from ftgguf.server.models_memory import Memory, Need, estimate, with_layout
 from ftgguf.server.process import make_state
@@ -50,14 +51,18 @@ class Loader:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except GGUFError as error:
             reason = error.message
-        except (FlagError, NameResolutionError, DemoError, ModelError, ChatTemplateError, ValueError, OSError) as error:
+        except (
+            *(FlagError, NameResolutionError, DemoError, ModelError, ChatTemplateError, ValueError, OSError),
+            MemoryError,
+        ) as error:
             reason = str(error).removeprefix("error: ")
         raise server_error(f"model name={name} failed to load: {reason}")
 
-    async def prepare(self, source: Source, context: int) -> LoadPlan:
-        return await self.run(source.name, lambda: self._prepare(source, context))
+    async def prepare(self, source: Source, context: int, held: Mapping[str, int]) -> LoadPlan:
+        """See models_instance.Prepare."""
+        return await self.run(source.name, lambda: self._prepare(source, context, held))
 
-    def _prepare(self, source: Source, context: int) -> LoadPlan:
+    def _prepare(self, source: Source, context: int, held: Mapping[str, int]) -> LoadPlan:
         config = self._catalog.config_of(source)
         if source.kind != "preset":  # what a request names is on this disk; the network is the administrator's to allow
             config = replace(config, model=replace(config.model, offline=True))
@@ -65,11 +70,8 @@ class Loader:
         gguf = open_model(config.model.path, {o.key: o.value for o in config.model.override_kv})
         try:
             fixed = "context.size" in config.given
-            config, need = estimate(config, gguf, self._memory.total())
             slots = 1 if config.context.kv_unified else config.context.n_parallel
-            if not fixed and 0 < config.context.size < context * slots:
-                config = replace(config, context=replace(config.context, size=context * slots))
-                config, need = estimate(config, gguf, self._memory.total())
+            config, need = estimate(config, gguf, self._memory, held, 0 if fixed else context * slots)
             limit = 0 if fixed else int(gguf.arch("context_length", 0))
         except BaseException:
             gguf.close()
@@ -97,10 +99,9 @@ class LoadPlan:
     limit: int
     """Tokens that a request may have the context grow to; 0 where -c fixed it."""
 
-    @property
-    def takes_gpu(self) -> bool:
-        placement = self.config.placement
-        return placement.vram_budget is None and placement.devices != () and placement.gpu_layers != 0
+    def fits_gpu(self, free: int | None) -> bool:
+        """See models_instance.Prepared."""
+        return fits_beside(self.config, self.need.device, free)
 
     async def start(self, room: int) -> Started:
         """Load the vocabulary and start the engine's process."""
@@ -130,8 +131,11 @@ class LoadPlan:
             with contextlib.suppress(BufferError):
                 self.gguf.close()
 
+        def gpu() -> str:
+            return str(state.info.get("device", "")) if vram() else ""
+
         return Started(
-            state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, vram, self.limit, state
+            state.engine, app, lambda: state.n_ctx, lambda: info(state), granted, close, vram, self.limit, state, gpu
         )
 
 

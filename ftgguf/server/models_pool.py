@@ -18,7 +18,7 @@ from ftgguf.engine.messages import Loading
 from ftgguf.server.errors import ApiError, InvalidRequest, server_error, unavailable
 from ftgguf.server.models_catalog import Source
 from ftgguf.server.models_instance import Instance, Prepare, Prepared, Started
-from ftgguf.server.models_memory import Memory, shortage
+from ftgguf.server.models_memory import GIB, GPU_OVERHEAD, Memory, Need, shortage
 
 log = logging.getLogger("ftgguf.server")
 
@@ -149,7 +149,7 @@ class Pool:
     async def _load_now(self, instance: Instance) -> None:
         instance.failure = ""
         self._set(instance, "loading")
-        prepared = await self._prepare(instance.source, instance.context)
+        prepared = await self._prepare(instance.source, instance.context, self._held())
         room = await self._make_room(instance, prepared)
         if room is None:
             return
@@ -162,6 +162,8 @@ class Pool:
                     await asyncio.wait_for(started.engine.wait_progress(), 0.5)
                 self.publish("status_change", instance.name, _progress(started.engine.loading))
             await started.engine.wait_ready()
+            if prepared.need.gpu and not started.vram():  # the engine chose the CPU after all
+                started.granted = max(started.granted, prepared.need.on_cpu)
         except ApiError as error:
             await self._end(instance, "loading")
             raise server_error(f"model name={instance.name} failed to load: {error.message}") from None
@@ -178,30 +180,51 @@ class Pool:
     def _others(self, instance: Instance) -> list[Instance]:
         return [each for each in self._instances.values() if each is not instance and each.started is not None]
 
-    async def _make_room(self, instance: Instance, prepared: Prepared) -> int | None:
-        """Bytes that the model may take, once it fits; unloads idle models. None: nobody waits for it any more.
+    def _held(self) -> dict[str, int]:
+        """Bytes of each GPU that loaded models hold."""
+        held: dict[str, int] = {}
+        for each in self._instances.values():
+            if each.started is not None and (gpu := each.started.gpu()):
+                held[gpu] = held.get(gpu, 0) + each.started.vram()
+        return held
 
-        A model's expert cache takes what a GPU has, so a second one beside it would be left with next to nothing: on
-        a GPU models take turns unless --vram-budget shares it out. Raises ApiError if the model will never fit.
+    async def _make_room(self, instance: Instance, prepared: Prepared) -> int | None:
+        """Bytes of host memory that the model may take, once it fits there and on its GPU; unloads idle models. None:
+        nobody waits for it any more.
+
+        Host memory and the GPU's are counted apart: only models on the GPU go for what another one needs of it (an
+        expert cache takes all that is free, so there models take turns unless --vram-budget shares it out), and
+        models that have nearly all of theirs on a GPU stay where others can give the host memory that is missing.
+        Raises ApiError if the model will never fit.
         """
-        need, unloaded_at = prepared.need, 0.0
+        need, unloaded_at, freed = prepared.need, 0.0, 0
+        first = self._gpu_free(need)
         while True:
             self._freed.clear()
             if not (instance.busy or instance.wanted):
                 return None
             others = self._others(instance)
-            granted = sum(each.started.granted for each in others if each.started is not None)
-            room = self.memory.room(granted)
+            room = self.memory.room(sum(_granted(each) for each in others))
             full = 0 < self._most <= len(others)
-            on_gpu = [each for each in others if each.started is not None and each.started.vram() > 0]
-            crowded = prepared.takes_gpu and bool(on_gpu)
+            on_gpu = [each for each in others if need.gpu and each.started is not None
+                      and each.started.gpu() == need.gpu]  # fmt: skip
+            free = self._gpu_free(need)
+            if free is not None and first is not None:  # the driver may need a moment to have it back
+                free = max(free, first + freed)
+            crowded = bool(on_gpu) and not prepared.fits_gpu(free)
             if not full and not crowded and need.total <= room:
                 return room
-            candidates = on_gpu if crowded else others
-            idle = [each for each in candidates if each.busy == 0 and each.ending is None]
-            if idle:
-                victim = min(idle, key=lambda each: each.last_used)
-                log.info("model %s is unloaded to make room for %s", victim.name, instance.name)
+            candidates = [each for each in (on_gpu if crowded else others) if each.busy == 0 and each.ending is None]
+            if not full and not crowded:
+                candidates = _worth_unloading(candidates, need.total - room)
+            if candidates:
+                victim = min(candidates, key=lambda each: each.last_used)
+                why = (
+                    f"{need.device / GIB:.1f} GiB of {need.gpu}" if crowded else f"{need.total / GIB:.1f} GiB of memory"
+                )
+                log.info("model %s is unloaded to make room for %s (%s)", victim.name, instance.name,
+                         f"{self._most} models at most" if full else why)  # fmt: skip
+                freed += victim.started.vram() if victim.started is not None and victim in on_gpu else 0
                 await self._end(victim)
                 unloaded_at = time.monotonic()
             elif others:
@@ -209,7 +232,10 @@ class Pool:
             elif time.monotonic() - unloaded_at < SETTLE_S:
                 await asyncio.sleep(0.05)
             else:
-                raise unavailable(shortage(instance.name, need.total, room, self.memory))
+                raise unavailable(shortage(instance.name, need, room, self.memory))
+
+    def _gpu_free(self, need: Need) -> int | None:
+        return self.memory.gpu_free(need.gpu) if need.gpu else None
 
     # ------------------------------------------------------------------------------------------------- unloading
 
@@ -334,6 +360,17 @@ class Pool:
                 yield message
         finally:
             self._readers.discard(queue)
+
+
+def _granted(instance: Instance) -> int:
+    return 0 if instance.started is None else instance.started.granted
+
+
+def _worth_unloading(idle: list[Instance], missing: int) -> list[Instance]:
+    """Those of `idle` that give `missing` bytes of host memory together without the ones that have next to nothing of
+    it besides an engine's own; all of them where that is not enough."""
+    heavy = [each for each in idle if _granted(each) > GPU_OVERHEAD]
+    return heavy if sum(map(_granted, heavy)) >= missing else idle
 
 
 def _progress(loading: Loading) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Ollama's keep-alive.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -63,20 +63,28 @@ class Plan:
     context: int
     need: Need
 
-    @property
-    def takes_gpu(self) -> bool:
-        return self.world.shared_gpu is False
+    def fits_gpu(self, free: int | None) -> bool:
+        assert free is not None
+        return self.need.device <= free
 
     async def start(self, room: int) -> Started:
         engine = FakeEngine(self.world, self.name)
         n_ctx = max(512, self.context)
-
-        def vram() -> int:
-            return self.world.vram
+        gpu, device = (self.need.gpu, self.need.device) if self.name not in self.world.on_cpu else ("", 0)
 
         async def app(scope: Any, receive: Any, send: Any) -> None: ...
 
-        return Started(engine, lambda: app, lambda: n_ctx, dict, self.need.total, lambda: None, vram, 8192)
+        return Started(
+            engine,
+            lambda: app,
+            lambda: n_ctx,
+            dict,
+            self.need.total,
+            lambda: None,
+            lambda: device,
+            8192,
+            gpu=lambda: gpu,
+        )
 
 
 @dataclass
@@ -90,19 +98,31 @@ class World:
     log: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     most: int = 0
-    vram: int = 0
-    """What each model takes of a GPU."""
-    shared_gpu: bool = False
+    vram: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """The GPU of each model that is to have one, and its bytes there."""
+    cards: dict[str, int] = field(default_factory=dict)
+    """Bytes of each GPU."""
+    on_cpu: set[str] = field(default_factory=set)
+    """Models whose engine takes the CPU although a GPU was planned."""
+    held: list[dict[str, int]] = field(default_factory=list)
+    """What each `prepare` was told of the GPUs."""
 
-    async def prepare(self, source: Source, context: int) -> Plan:
+    async def prepare(self, source: Source, context: int, held: Mapping[str, int]) -> Plan:
         await asyncio.sleep(0)
-        return Plan(self, source.name, context, Need(self.sizes[source.name] - OVERHEAD, 0))
+        self.held.append(dict(held))
+        gpu, device = self.vram.get(source.name, ("", 0))
+        host = self.sizes[source.name] - OVERHEAD
+        return Plan(self, source.name, context, Need(host, 0, gpu=gpu, device=device, on_cpu=host + OVERHEAD + device))
+
+    def gpu_free(self, name: str) -> int:
+        return self.cards[name] - sum(self.vram[m][1] for m in self.alive if self.vram.get(m, ("",))[0] == name)
 
     def available(self) -> int:
         return self.total - sum(self.sizes[name] for name in self.alive)
 
     def pool(self, most: int = 4, keep_alive: float = -1) -> Pool:
-        return Pool(self.prepare, most, keep_alive, Memory(self.available, lambda: self.total))
+        memory = Memory(self.available, lambda: self.total, gpu_free=self.gpu_free)
+        return Pool(self.prepare, most, keep_alive, memory)
 
 
 def source(name: str) -> Source:
@@ -193,16 +213,79 @@ def test_mapped_pages_of_others_count() -> None:
     run(body)
 
 
-@pytest.mark.parametrize(("vram", "shared", "log"), [(0, False, "+a +b"), (1, False, "+a -a +b"), (1, True, "+a +b")])
-def test_models_take_turns_on_a_gpu(vram: int, shared: bool, log: str) -> None:
-    """Unless a budget shares it out; without a GPU they run side by side."""
+@pytest.mark.parametrize(
+    ("a", "b", "log"),
+    [
+        (("CUDA0", 6), ("CUDA0", 6), "+a -a +b"),  # an expert cache takes all there is
+        (("CUDA0", 4), ("CUDA0", 6), "+a +b"),  # two that fit, or that --vram-budget shares it out to
+        (("CUDA0", 6), ("CUDA1", 6), "+a +b"),  # each its own
+        (("CUDA0", 6), ("", 0), "+a +b"),
+    ],
+)
+def test_models_on_a_gpu_go_for_what_another_needs_of_it(a: tuple[str, int], b: tuple[str, int], log: str) -> None:
+    """GPUs of 10 GiB; host memory is ample. The plan of the second is told what the first holds."""
 
     async def body() -> None:
-        world = World(dict.fromkeys("ab", GIB), vram=vram, shared_gpu=shared)
+        vram = {"a": (a[0], a[1] * GIB), "b": (b[0], b[1] * GIB)}
+        world = World(dict.fromkeys("ab", GIB), vram=vram, cards={"CUDA0": 10 * GIB, "CUDA1": 10 * GIB})
         pool = world.pool()
         await use(pool, "a")
         await use(pool, "b")
         assert " ".join(world.log) == log
+        assert world.held == [{}, {a[0]: a[1] * GIB}]
+
+    run(body)
+
+
+def test_a_driver_that_is_slow_to_free_costs_no_second_model() -> None:
+    """Three models share a GPU; for a fourth the oldest goes, and no other, although the driver still counts it."""
+
+    async def body() -> None:
+        vram = dict.fromkeys("abcd", ("CUDA0", 3 * GIB))
+        world = World(dict.fromkeys("abcd", GIB), vram=vram, cards={"CUDA0": 10 * GIB})
+        pool = Pool(world.prepare, 0, -1, Memory(world.available, lambda: world.total, gpu_free=lambda name: slow()))
+        ever: set[str] = set()
+
+        def slow() -> int:
+            ever.update(world.alive)
+            return 10 * GIB - 3 * GIB * len(ever)
+
+        for name in "abcd":
+            await use(pool, name)
+        assert world.log == ["+a", "+b", "+c", "-a", "+d"]
+
+    run(body)
+
+
+def test_what_lies_on_a_gpu_is_no_host_memory() -> None:
+    """A host of 16 GiB. Three models of 8 GiB each on the GPU and one on the CPU are there at once; for another of the
+    CPU its own kind goes and not one of the GPU, however long ago that was used."""
+
+    async def body() -> None:
+        vram = dict.fromkeys("abc", ("CUDA0", 8 * GIB))
+        sizes = dict.fromkeys("abc", GIB) | {"cpu": 9 * GIB, "other": 10 * GIB}
+        world = World(sizes, total=16 * GIB, vram=vram, cards={"CUDA0": 40 * GIB})
+        pool = world.pool(most=0)
+        for name in ("a", "b", "c", "cpu"):
+            await use(pool, name)
+        assert world.alive == {"a", "b", "c", "cpu"}
+        await use(pool, "other")
+        assert world.log[-2:] == ["-cpu", "+other"]
+        assert world.alive == {"a", "b", "c", "other"}
+
+    run(body)
+
+
+def test_a_model_that_ends_up_on_the_cpu_counts_there() -> None:
+    """Planned for the GPU; its engine chose the CPU (a program took the memory in between)."""
+
+    async def body() -> None:
+        vram = {"a": ("CUDA0", 8 * GIB)}
+        world = World({"a": GIB, "b": 4 * GIB}, vram=vram, cards={"CUDA0": 40 * GIB}, on_cpu={"a"})
+        pool = Pool(world.prepare, 0, -1, Memory(lambda: 10 * GIB, lambda: 10 * GIB, gpu_free=world.gpu_free))
+        await use(pool, "a")
+        await use(pool, "b")
+        assert world.log == ["+a", "-a", "+b"]
 
     run(body)
 
