@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from html import escape
 
-from ftgguf.bench import figures, svg, table
-from ftgguf.bench.report import Contestant, Plot, Report, Row, Table
+from ftgguf.bench import figures, headline, svg, table
+from ftgguf.bench.headline import FIRST_TOKEN, Item
+from ftgguf.bench.report import Plot, Report, Row, Table
 from ftgguf.bench.stats import Ratio
 from ftgguf.bench.style import STYLE
 from ftgguf.bench.wording import in_words
@@ -19,9 +20,11 @@ MANY_ROWS = 40
 
 _LEGEND = """<b>A ratio above 1 means ftgguf is better</b>: speeds are divided, times inverted (of the median where
 percentiles are shown, as for the time to the first token, TTFT; of the 99th percentile for gaps between tokens, since a
-user feels the longest). The brackets hold a 95 % bootstrap interval over the samples: where it lies wholly above 1
-ftgguf is better, wholly below 1 it is worse, and where it holds 1 this measurement cannot tell the two apart. Nothing
-is left out because it was lost."""
+user feels the longest). The brackets hold a 95 % bootstrap interval: where it lies wholly above 1 ftgguf is better,
+wholly below 1 it is worse, and where it holds 1 this measurement cannot tell the two apart. Fewer than three samples of
+a side, or three rounds where a round gives several, give no interval and no verdict; that of three holds the truth only
+about three times in four, that of five nine times in ten. Of twenty rows of two equal sides one would look better or
+worse by chance. Nothing is left out because it was lost."""
 _HOW = {
     "against": "The same work was given to each side in rounds in which the sides took turns, on the same machine.",
     "trace": "The same agent sessions were replayed against each side, in rounds in which the sides took turns.",
@@ -74,24 +77,45 @@ def _verdict(report: Report) -> str:
     if not report.quiet and report.kind != "cache":  # a replay of a trace takes no times
         meaning = "intervals do not cover that" if report.peers else "the figures may be too low"
         parts.append(_call(f"The machine was busy with other work ({report.host['other load']}): {meaning}."))
-    best = table.best_ratios(report)
-    if best:
-        parts.append('<div class="tiles">' + "".join(_tile(row, peer, ratio) for row, peer, ratio in best) + "</div>")
-        if len(report.peers) > 1:
-            parts.append('<p class="faint">Each against the best of the peers at that work.</p>')
+    parts.append(_headline(report))
     if report.ours is not None and report.peers:
         parts.append(f"<p>{_HOW.get(report.kind.split()[0], '')} {_LEGEND}</p>")
     return "".join(parts)
 
 
-def _tile(row: Row, peer: Contestant, ratio: Ratio) -> str:
-    kind = "even" if ratio.low == ratio.high else "good" if ratio.low > 1 else "bad" if ratio.high < 1 else "even"
-    interval = f" [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio.low != ratio.high else ""
-    said = {"good": "faster than", "bad": "slower than", "even": "not told apart from"}[kind]
-    words = in_words(row.workload) or row.workload
+def _headline(report: Report) -> str:
+    """Tiles by what they are about, gains and losses alike, and how all rows went; or why there are none."""
+    parts = []
+    why = headline.withheld(report)
+    if why and all(t.text != why for t in report.troubles):  # what is a trouble stands above
+        parts.append(_call(f"No headline ratio: {why}.", wrong=True))
+    parts += [_call(f"{line}.", wrong=True) for line in headline.ahead_all_the_same(report)]
+    found = headline.groups(report)
+    for title, some in found:
+        parts.append(f'<h3>{escape(title.capitalize())}</h3><div class="tiles">{"".join(map(_tile, some))}</div>')
+    if len(report.peers) > 1 and found:
+        parts.append('<p class="faint">Each against the best of the peers at that work.</p>')
+    said = [line[:1].upper() + line[1:] for line in (headline.tally(report), headline.besides(report)) if line]
+    return "".join([*parts, *(f"<p>{escape(line)}.</p>" for line in said)])
+
+
+_SAID = {
+    "better": ("good", "faster than"),
+    "worse": ("bad", "slower than"),
+    "even": ("even", "not told apart from"),
+}
+
+
+def _tile(item: Item) -> str:
+    ratio = item.ratio
+    kind, said = _SAID.get(ratio.verdict, ("even", f"too few {ratio.unit} to judge against"))
+    interval = "" if ratio.verdict == "too few" else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    words = in_words(item.row.workload) or item.row.workload
+    if headline.kind(item.row) == FIRST_TOKEN:
+        words = f"first token: {words}"
     return (
         f'<div class="tile {kind}"><small>{escape(words)}</small><b>{ratio.value:.2f}x</b>'
-        f"<i>{said} {escape(peer.name)}{interval}</i></div>"
+        f"<i>{said} {escape(item.peer.name)}{interval}</i></div>"
     )
 
 
@@ -138,16 +162,18 @@ def _rows(report: Report) -> str:
     columns = ["workload", "metric", "n", *(c.name for c in report.contestants)]
     names = ["", *(r.workload for r in report.rows)]
     rows = [_row(report, row, new=row.workload != before) for before, row in zip(names, report.rows, strict=False)]
-    text = "<p>Means ± standard deviation, or the median of n values and below it their 90th and 99th percentile; in "
-    text += "the last line of a peer's cell the ratio of ours to it.</p>"
+    text = "<p>Means ± standard deviation, or the median of n values and below it percentiles, or the worst where they "
+    text += (
+        "are too few for these; `n in r`: in r rounds. In the last line of a peer's cell the ratio of ours to it.</p>"
+    )
     return "<h2>All figures</h2>" + text + _table(columns, rows, 2) + _failures(report)
 
 
 def _row(report: Report, row: Row, *, new: bool) -> list[Cell]:
     """`new`: the first of its workload, which is put into words."""
-    n = max((len(s) for s in row.samples.values()), default=0)
-    metric: Cell = (row.metric, ("p50; p90, p99",) if row.quantiles else ())
-    cells: list[Cell] = [(row.workload, (in_words(row.workload) if new else "",)), metric, str(n)]
+    metric, *names = table.metric_of(row).rsplit(" ", 1) if row.quantiles else [row.metric]
+    cells: list[Cell] = [(row.workload, (in_words(row.workload) if new else "",))]
+    cells += [(metric, tuple(n.replace("/", "; ", 1).replace("/", ", ") for n in names)), table.count_cell(row)]
     for c in report.contestants:
         figure, *tail = table.cell(row, c).split(" / ")
         more = ", ".join(tail)
@@ -156,9 +182,7 @@ def _row(report: Report, row: Row, *, new: bool) -> list[Cell]:
 
 
 def _against(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return ""
-    return f"ours {table.ratio_cell(ratio)}" + (" better" if ratio.high > ratio.low > 1 else "")
+    return f"ours {table.ratio_cell(ratio)}" if ratio is not None else ""
 
 
 def _failures(report: Report) -> str:

@@ -195,8 +195,7 @@ class HttpDuel:
             try:
                 measure()
             except RequestFailed as error:
-                metric = "tok/s in all" if " x " in workload else "tok/s"
-                self.report.row(workload, metric, paired=True).failures[c.name] = str(error)
+                bench.failed(workload, str(error))
                 c.errors.append(f"{workload}: {error}")
                 status = OURS_FAILED if c.ours else PEER_FAILED
                 self.report.trouble(status, f"{c.name}: {workload}: {error}")

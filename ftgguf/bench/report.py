@@ -51,6 +51,8 @@ class Contestant(msgspec.Struct):
     """Instruction sets our side's kernels use and this side's do not."""
     other_file: bool = False
     """It serves another model than ours: its figures stand, no ratio is formed."""
+    unlike: str = ""
+    """Why it cannot be told to do ours' work (its model is not known, its tokens differ): no ratio either."""
     notes: list[str] = []
     errors: list[str] = []
 
@@ -65,9 +67,21 @@ class Row(msgspec.Struct):
     samples: dict[str, list[float]] = {}
     failures: dict[str, str] = {}
     paired: bool = False
-    """Sample i of every side was measured in round i."""
+    """Sample i (with `blocks`: block i) of every side was measured in round i."""
     quantiles: bool = False
     """Show p50, p90 and p99 instead of the mean."""
+    blocks: dict[str, list[int]] = {}
+    """Where a round gives several samples: how many each round gave, by contestant. They are no independent witnesses
+    of a side's speed, so that intervals are formed over rounds. Empty: one sample a round, or request."""
+
+    def add(self, name: str, values: list[float]) -> None:
+        """Samples that one round gave to the contestant of that name."""
+        self.samples.setdefault(name, []).extend(values)
+        self.blocks.setdefault(name, []).append(len(values))
+
+    def statistic(self, samples: list[float]) -> float:
+        """What ratios compare, of one side's samples."""
+        return stats.percentile(samples, self.compared) if self.compared else stats.mean(samples)
 
     @property
     def compared(self) -> int:
@@ -109,10 +123,17 @@ class Outputs(msgspec.Struct):
     divergences: list[Divergence] = []
     noise: float = NOISE_NATS
     """Nats up to which a divergence is noise: raised to what the peer's own layouts differ by."""
+    witnesses: list[str] = []
+    """Other builds of a peer that were asked, place by place, what they say where ours and the peer part. How they
+    themselves part from anybody is no fault: they are not compared."""
 
     def faults(self) -> list[Divergence]:
         """Divergences between the sides that nothing explains; those of unknown gap count."""
-        return [d for d in self.divergences if not d.settled and not 0 <= d.gap <= self.noise]
+        return [
+            d
+            for d in self.divergences
+            if not d.settled and not {d.a, d.b} & {*self.witnesses} and not 0 <= d.gap <= self.noise
+        ]
 
 
 class Turn(msgspec.Struct):
@@ -279,32 +300,50 @@ class Report(msgspec.Struct):
         self.rows.append(row)
         return row
 
+    def no_ratio(self, peer: Contestant) -> str:
+        """Why no ratio to `peer` is fair; empty where one is."""
+        if peer.other_file:
+            return "it serves another file"
+        if peer.unlike:
+            return peer.unlike
+        if any(peer.name in (d.a, d.b) for d in self.outputs.faults()):
+            return "its outputs differ from ours by more than noise"
+        return f"it does not use {', '.join(peer.lower_isa)}, which ours does" if peer.lower_isa else ""
+
     def ratio(self, row: Row, peer: Contestant) -> Ratio | None:
-        """Ours against `peer` in `row.compared`, above 1 where ours is better; None where a side has no samples or the
-        peer's kernels use lesser instruction sets or it serves another file (then no ratio is fair)."""
+        """Ours against `peer` in `row.compared`, above 1 where ours is better; None where none is fair (`no_ratio`), a
+        side has no samples, or failed at that workload in any round: those that survived are not the whole."""
+        return None if self.no_ratio(peer) else self.bare_ratio(row, peer)
+
+    def bare_ratio(self, row: Row, peer: Contestant) -> Ratio | None:
+        """`ratio` whether or not it is fair: to name what is lost even to a peer of lesser instruction sets."""
         ours = self.ours
-        if ours is None or peer.lower_isa or peer.other_file:
+        if ours is None or self.failed(row.workload, ours) or self.failed(row.workload, peer):
             return None
         a, b = row.samples.get(ours.name, []), row.samples.get(peer.name, [])
         if not a or not b:
             return None
-        q = row.compared
+        blocks = (row.blocks[ours.name], row.blocks[peer.name]) if row.blocks else None
+        units = (len(a), len(b)) if blocks is None else (len(blocks[0]), len(blocks[1]))
         found = stats.ratio(
             a,
             b,
             higher_is_better=row.higher_is_better,
-            statistic=stats.quantile_of(q) if q else stats.mean_of,
-            paired=row.paired and len(a) == len(b) and not q,
+            statistic=stats.quantile_of(row.compared) if row.compared else stats.mean_of,
+            paired=row.paired and units[0] == units[1],
+            blocks=blocks,
         )
         return found if math.isfinite(found.value) else None
 
+    def failed(self, workload: str, c: Contestant) -> bool:
+        """Whether `c` failed at that workload in any round."""
+        return any(row.workload == workload and c.name in row.failures for row in self.rows)
+
     def best_peer(self, row: Row) -> Contestant | None:
         """The peer that does best at this row."""
-        able = [p for p in self.peers if row.samples.get(p.name)]
-        if not able:
-            return None
+        able = [p for p in self.peers if row.samples.get(p.name) and not self.failed(row.workload, p)]
         sign = 1 if row.higher_is_better else -1
-        return max(able, key=lambda p: sign * stats.mean(row.samples[p.name]))
+        return max(able, key=lambda p: sign * row.statistic(row.samples[p.name]), default=None)
 
 
 def from_json(data: bytes) -> Report:

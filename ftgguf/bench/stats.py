@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
-from typing import NamedTuple
+from statistics import NormalDist, fmean, stdev
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,15 +18,30 @@ DRAWS = 4000
 """Bootstrap resamples: the ends of a 95 % interval then have a relative Monte Carlo error of a few per cent."""
 
 
+MIN_SAMPLES = 3
+"""Of each side, for a verdict: what two samples differ by says next to nothing about a third."""
+Verdict = Literal["better", "worse", "even", "too few"]
+
+
 class Ratio(NamedTuple):
     """A ratio oriented so that more than 1 means the first side is better, and its 95 % bootstrap interval.
 
-    `low` and `high` equal `value` where a side has a single sample: there is no interval to speak of.
+    `n` are the independent samples of the side that has fewer: rounds where several samples came of one round (`unit`
+    says which). Where they are fewer than MIN_SAMPLES `low` and `high` equal `value`: no interval is spoken of.
     """
 
     value: float
     low: float
     high: float
+    n: int = MIN_SAMPLES
+    unit: str = "samples"
+
+    @property
+    def verdict(self) -> Verdict:
+        """Better or worse where the whole interval is on one side of 1; even where it holds 1."""
+        if self.n < MIN_SAMPLES:
+            return "too few"
+        return "better" if self.low > 1 else "worse" if self.high < 1 else "even"
 
 
 def mean(values: Sequence[float]) -> float:
@@ -60,30 +76,69 @@ def ratio(
     higher_is_better: bool,
     statistic: Statistic = mean_of,
     paired: bool = False,
+    blocks: tuple[Sequence[int], Sequence[int]] | None = None,
     draws: int = DRAWS,
 ) -> Ratio:
-    """`statistic(ours) / statistic(peer)`, inverted where lower is better, with Efron's percentile bootstrap interval.
+    """`statistic(ours) / statistic(peer)`, inverted where lower is better, with Efron's percentile bootstrap interval,
+    its ends moved outwards for few samples (`_tail`).
 
-    `paired`: sample i of both sides was measured in the same round, so rounds are resampled and a machine that
-    slows down for both does not widen the interval. Needs equal lengths. ValueError for an empty side.
+    `blocks`: how many samples each round of either side gave, in order. Samples of one round (the gaps of one
+    generation) are no independent witnesses, so whole rounds are resampled. `paired`: sample, or block, i of both
+    sides was measured in the same round, so that a machine that slows down for both does not widen the interval; needs
+    equal numbers. ValueError for an empty side, or for blocks that are not its samples.
     """
     a, b = np.asarray(ours, np.float64), np.asarray(peer, np.float64)
     if not a.size or not b.size:
         raise ValueError("a ratio needs samples of both sides")
-    if paired and a.size != b.size:
-        raise ValueError(f"paired samples must be equally many, got {a.size} and {b.size}")
-    if not higher_is_better:
-        a, b = b, a
+    sizes = ([1] * a.size, [1] * b.size) if blocks is None else ([n for n in x if n] for x in blocks)
+    units = list(sizes)
+    if (sum(units[0]), sum(units[1])) != (a.size, b.size):
+        raise ValueError(f"blocks of {sum(units[0])} and {sum(units[1])} samples, got {a.size} and {b.size}")
+    if paired and len(units[0]) != len(units[1]):
+        raise ValueError(f"paired samples must be equally many, got {len(units[0])} and {len(units[1])}")
+    sides = [_Side(a, units[0]), _Side(b, units[1])]
+    upper, lower = sides if higher_is_better else sides[::-1]
     with np.errstate(divide="ignore", invalid="ignore"):  # a side of zeros gives inf or nan, the caller's to judge
-        return _interval(a, b, statistic, paired, draws)
+        found = _interval(upper, lower, statistic, paired, draws)
+    return found if blocks is None else found._replace(unit="rounds")
 
 
-def _interval(a: F64, b: F64, statistic: Statistic, paired: bool, draws: int) -> Ratio:
-    value = float(statistic(a[None])[0] / statistic(b[None])[0])
-    if min(a.size, b.size) < 2:
-        return Ratio(value, value, value)
+class _Side(NamedTuple):
+    """Samples, float64 [n], and how many of them each independent unit gave."""
+
+    x: F64
+    units: list[int]
+
+    def drawn(self, picks: NDArray[np.int64], statistic: Statistic) -> F64:
+        """The statistic of each resample; `picks` int64 [draws, units]."""
+        if len(self.units) == self.x.size:
+            return statistic(self.x[picks])
+        parts = np.split(self.x, np.cumsum(self.units)[:-1])
+        # few rounds can be drawn in few ways
+        ways, which = np.unique(np.sort(picks, axis=1), axis=0, return_inverse=True)
+        values = [statistic(np.concatenate([parts[k] for k in way])[None])[0] for way in ways]
+        return np.asarray(values, np.float64)[which.reshape(-1)]
+
+
+def _interval(a: _Side, b: _Side, statistic: Statistic, paired: bool, draws: int) -> Ratio:
+    value = float(statistic(a.x[None])[0] / statistic(b.x[None])[0])
+    n = min(len(a.units), len(b.units))
+    if n < MIN_SAMPLES:
+        return Ratio(value, value, value, n)
     rng = np.random.default_rng(0)  # the same data give the same interval
-    i = rng.integers(0, a.size, (draws, a.size))
-    j = i if paired else rng.integers(0, b.size, (draws, b.size))
-    low, high = np.percentile(statistic(a[i]) / statistic(b[j]), (2.5, 97.5))
-    return Ratio(value, float(low), float(high))
+    i = rng.integers(0, len(a.units), (draws, len(a.units)))
+    j = i if paired else rng.integers(0, len(b.units), (draws, len(b.units)))
+    tail = 100 * _tail(n)
+    low, high = np.percentile(a.drawn(i, statistic) / b.drawn(j, statistic), (tail, 100 - tail))
+    return Ratio(value, float(low), float(high), n)
+
+
+def _tail(n: int) -> float:
+    """The share of resamples beyond either end of a 95 % interval. 2.5 % is right for many samples; few have resamples
+    that spread too little, so the percentile is moved out to Phi(-sqrt(n / (n - 1)) t) with Student's t of n - 1
+    degrees of freedom (T. Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, expanded percentiles)."""
+    z, f = NormalDist().inv_cdf(0.975), n - 1
+    # Student's quantile by its expansion in 1/f (Abramowitz and Stegun 26.7.5)
+    t = z + (z**3 + z) / (4 * f) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * f**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * f**3)
+    return NormalDist().cdf(-math.sqrt(n / f) * t)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from ftgguf.bench import figures, outputs
+from ftgguf.bench.headline import headline
 from ftgguf.bench.llama_bench import table
 from ftgguf.bench.report import Contestant, Report, Row, Turn
 from ftgguf.bench.stats import Ratio, deviation, mean, percentile
+from ftgguf.bench.wording import ratio_in_words, value_in_words
 
-QUANTILES = (50, 90, 99)
+READING = """ratios above 1 mean ftgguf is better: speeds divided, times inverted; of p50 where percentiles are shown,
+of p99 for gaps. n: samples, and in how many rounds they were taken. 95 % intervals are over rounds: that of three
+holds the truth only about 3 times in 4, of five 9 in 10; below three there is no verdict. Of twenty rows of two equal
+sides one is `better` or `worse` by chance.
+"""
 SLOW_S = (10, 60, 120)
 """Turns longer than this are counted: patience, a client's default timeout, a proxy's."""
 
@@ -59,31 +65,60 @@ def output_lines(report: Report) -> list[str]:
     return lines
 
 
-def _value(x: float) -> str:
-    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
+def percentiles(row: Row, samples: list[float]) -> list[tuple[str, float]]:
+    """What is shown of pooled samples, as (name, value): the median, and what is worst for a user of one in ten and of
+    one in a hundred where there are so many samples; the worst of all where there are not."""
+    last = ("min", min(samples)) if row.higher_is_better else ("max", max(samples))
+    ten, hundred = (10, 1) if row.higher_is_better else (90, 99)
+    found = [("p50", percentile(samples, 50))]
+    if len(samples) >= 10:
+        found.append((f"p{ten}", percentile(samples, ten)))
+    if len(samples) >= 100:
+        found.append((f"p{hundred}", percentile(samples, hundred)))
+    elif len(samples) > 1:
+        found.append(last)
+    return found
+
+
+def metric_of(row: Row) -> str:
+    """The metric, with the names of the percentiles that its cells show."""
+    return f"{row.metric} {'/'.join(_names(row))}".rstrip()
+
+
+def _names(row: Row) -> list[str]:
+    longest = max(row.samples.values(), key=len, default=[])
+    return [name for name, _ in percentiles(row, longest)] if row.quantiles and longest else []
 
 
 def cell(row: Row, c: Contestant) -> str:
-    """One side's figures: mean ± sd (one sample has none), or p50 / p90 / p99."""
+    """One side's figures: mean ± sd (one sample has none), or its percentiles."""
     if c.name in row.failures:
         return "failed"
     samples = row.samples.get(c.name, [])
     if not samples:
         return "-"
     if row.quantiles:
-        return " / ".join(_value(percentile(samples, q)) for q in QUANTILES)
-    spread = f" ± {_value(deviation(samples))}" if len(samples) > 1 else ""
-    return _value(mean(samples)) + spread
+        shown = percentiles(row, samples)
+        usual = [name for name, _ in shown] == _names(row)
+        return " / ".join(value_in_words(x) if usual else f"{name} {value_in_words(x)}" for name, x in shown)
+    spread = f" ± {value_in_words(deviation(samples))}" if len(samples) > 1 else ""
+    return value_in_words(mean(samples)) + spread
 
 
 def ratio_cell(ratio: Ratio | None) -> str:
-    """`1.27 [1.25, 1.29]`, and `worse` where the whole interval is below 1; one sample has none."""
-    if ratio is None:
-        return "-"
-    text = f"{ratio.value:.2f}"
-    if ratio.low != ratio.high:
-        text += f" [{ratio.low:.2f}, {ratio.high:.2f}]"
-    return text + (" worse" if ratio.low < ratio.high < 1 else "")
+    """`ratio_in_words`, or that there is none."""
+    return "-" if ratio is None else ratio_in_words(ratio)
+
+
+def count_cell(row: Row) -> str:
+    """How many samples the sides have, `3-5` where not all have as many, and of how many rounds."""
+
+    def span(counts: list[int]) -> str:
+        low, high = min(counts, default=0), max(counts, default=0)
+        return f"{high}" if low == high else f"{low}-{high}"
+
+    rounds = f" in {span([len(b) for b in row.blocks.values()])}" if row.blocks else ""
+    return span([len(x) for x in row.samples.values()]) + rounds
 
 
 def rows_table(report: Report) -> str:
@@ -96,15 +131,11 @@ def rows_table(report: Report) -> str:
         columns += [f"ours / {p.name} [95 %]" for p in report.peers]
     lines = []
     for row in report.rows:
-        n = max((len(s) for s in row.samples.values()), default=0)
-        metric = row.metric + (" p50/p90/p99" if row.quantiles else "")
-        line = [row.workload, metric, str(n), *(cell(row, c) for c in report.contestants)]
+        line = [row.workload, metric_of(row), count_cell(row), *(cell(row, c) for c in report.contestants)]
         if compared:
             line += [ratio_cell(report.ratio(row, p)) for p in report.peers]
         lines.append(line)
-    note = "ratios above 1 mean ftgguf is better (speeds divided, times inverted; of p50 where percentiles are shown, "
-    note += "of p99 for gaps)\n"
-    return table(columns, lines, left=("workload", "metric")) + (note if compared else "")
+    return table(columns, lines, left=("workload", "metric")) + (READING if compared else "")
 
 
 def memory_table(report: Report) -> str:
@@ -140,7 +171,7 @@ def turn_rows(report: Report) -> tuple[list[str], list[list[str]]]:
                 row += ["-", "failed" if turns else "-"]
                 continue
             cached = min(t.cached_n for t in turns)
-            row += [str(cached) if cached >= 0 else "-", _value(mean([t.ttft_ms for t in turns]))]
+            row += [str(cached) if cached >= 0 else "-", value_in_words(mean([t.ttft_ms for t in turns]))]
         rows.append(row)
     columns = ["session", "turn", "kind", "prompt"]
     for name in names:
@@ -160,28 +191,8 @@ def slow_table(report: Report) -> tuple[list[str], list[list[str]]]:
 
 def footer(report: Report) -> str:
     """Headline, troubles and the exit status."""
-    lines = [headline(report)] if headline(report) else []
+    lines = headline(report)
     if report.interrupted:
         lines.append("INTERRUPTED: what was measured until then is shown")
     lines += [f"TROUBLE (exit status {t.status}): {t.text}" for t in report.troubles]
     return "\n".join(lines) + ("\n" if lines else "")
-
-
-def best_ratios(report: Report) -> list[tuple[Row, Contestant, Ratio]]:
-    """Speeds against the best peer, workload by workload; none where no fair ratio exists or the outputs differ."""
-    if report.ours is None or report.outputs.faults():
-        return []
-    found = []
-    for row in report.rows:
-        peer = report.best_peer(row) if row.metric.startswith("tok/s") else None
-        ratio = report.ratio(row, peer) if peer is not None else None
-        if ratio is not None and peer is not None:
-            found.append((row, peer, ratio))
-    return found
-
-
-def headline(report: Report) -> str:
-    """`best_ratios` in one line; empty without one."""
-    said = [f"{row.workload} {ratio_cell(ratio)} of {peer.name}" for row, peer, ratio in best_ratios(report)]
-    busy = "" if report.quiet else " (the machine was busy with other work: intervals do not cover that)"
-    return "ftgguf against the best of its peers: " + "; ".join(said) + busy if said else ""

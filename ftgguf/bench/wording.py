@@ -1,9 +1,11 @@
-"""The names of workloads in words, for readers who do not know llama-bench's."""
+"""Figures and the names of workloads in words, for readers who do not know llama-bench's."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+
+from ftgguf.bench.stats import Ratio
 
 _FORMS: tuple[tuple[str, Callable[[re.Match[str]], str]], ...] = (
     (r"pp(\d+)(?: @ d(\d+))?", lambda m: f"reading a prompt of {m[1]} tokens" + _after(m[2])),
@@ -33,3 +35,16 @@ def in_words(workload: str) -> str:
         if found is not None:
             return say(found)
     return ""
+
+
+def value_in_words(x: float) -> str:
+    """A speed or a time with three or four figures."""
+    return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
+
+
+def ratio_in_words(ratio: Ratio) -> str:
+    """`1.27 [1.25, 1.29] better`; no verdict where the interval holds 1, and why where samples are too few."""
+    if ratio.verdict == "too few":
+        return f"{ratio.value:.2f} (too few {ratio.unit})"
+    text = f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+    return text if ratio.verdict == "even" else f"{text} {ratio.verdict}"

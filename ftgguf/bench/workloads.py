@@ -159,6 +159,15 @@ class Bench:
     """Decode rates by the client's and by the server's clock."""
     prompt_ns: list[tuple[str, int]] = field(default_factory=list)
     """Prompt tokens as the server counted them, by prompt: sides must agree."""
+    _there: int = 0
+    """Tokens of the context that short suffixes go on, once it is cached."""
+
+    def failed(self, workload: str, why: str) -> None:
+        """That workload failed: where its first figure would have been, it says so."""
+        faster = not workload.startswith("+")
+        metric = "tok/s in all" if " x " in workload else "tok/s" if faster else "TTFT ms"
+        row = self.report.row(workload, metric, higher_is_better=faster, paired=True, quantiles=not faster)
+        row.failures[self.side.name] = why
 
     def steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """(workload's name, what measures it), in order."""
@@ -171,7 +180,8 @@ class Bench:
             for n in self.plan.gens:
                 yield f"tg{n} @ d{depth}", lambda n=n, d=depth: self._at_depth(n, d)  # type: ignore[misc]
         if self.plan.context:
-            yield f"suffixes on {self.plan.context}", self._suffixes
+            for n in SUFFIXES:
+                yield f"+{n} on {self.plan.context}", lambda n=n: self._suffix(n)  # type: ignore[misc]
         if "streams" in self.workloads:
             for count in self.plan.streams:
                 for n in self.plan.gens:
@@ -195,9 +205,12 @@ class Bench:
         return self.salt + 100_000 * (self.round + 1) + what
 
     def _add(self, workload: str, metric: str, values: Sequence[float], *, faster: bool) -> None:
-        """Speeds are paired by round; times are pooled, so that their p50, p90 and p99 can be shown."""
-        row = self.report.row(workload, metric, higher_is_better=faster, paired=faster, quantiles=not faster)
-        row.samples.setdefault(self.side.name, []).extend(values)
+        """Speeds are one a round; times are pooled, so that their p50, p90 and p99 can be shown."""
+        row = self.report.row(workload, metric, higher_is_better=faster, paired=True, quantiles=not faster)
+        if faster:
+            row.samples.setdefault(self.side.name, []).extend(values)
+        elif values:
+            row.add(self.side.name, list(values))
 
     def _ask(self, name: str, prompt: Prompt, n: int, *, cache: bool = False) -> Answer:
         answer = self.target.complete(prompt, n, cache=cache)
@@ -267,16 +280,16 @@ class Bench:
         self._expect_cached(name, answer, length)
         self._decoded(name, answer)
 
-    def _suffixes(self) -> None:
+    def _suffix(self, n: int) -> None:
         length = self.plan.context
         prefix = self.source.make(length, self._seed(4))
-        there = self.target.complete(prefix, 1, cache=True).prompt_n or length
-        for n in SUFFIXES:
-            name = f"+{n} on {length}"
-            prompt = self.source.join(prefix, self.source.make(n, self._seed(5 + n)))
-            answer = self._ask(name, prompt, 1, cache=True)
-            self._expect_cached(name, answer, there)
-            self._add(name, "TTFT ms", [answer.ttft * 1e3], faster=False)
+        if not self._there:
+            self._there = self.target.complete(prefix, 1, cache=True).prompt_n or length
+        name = f"+{n} on {length}"
+        prompt = self.source.join(prefix, self.source.make(n, self._seed(5 + n)))
+        answer = self._ask(name, prompt, 1, cache=True)
+        self._expect_cached(name, answer, self._there)
+        self._add(name, "TTFT ms", [answer.ttft * 1e3], faster=False)
 
     def _expect_cached(self, name: str, answer: Answer, length: int) -> None:
         # a server may evaluate the last tokens of a prefix again; a tenth missing is another matter

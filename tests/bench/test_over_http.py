@@ -107,7 +107,7 @@ def test_a_limit_ends_the_rounds_and_says_so() -> None:
     report = run({"ours": Script(), "peer": Script()}, rounds=5, limit="0.01")
     assert report.status == OK
     assert "1 of 5 rounds: there was no time for more (--limit)" in report.notes
-    assert {len(row.samples["ours"]) for row in report.rows if row.paired} == {1}
+    assert {len(row.blocks.get("ours", row.samples["ours"])) for row in report.rows} == {1}
 
 
 def test_outputs_are_compared_where_an_interrupt_ends_the_first_round() -> None:

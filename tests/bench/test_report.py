@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftgguf.bench import html, outputs, table
+from ftgguf.bench import headline, html, outputs, table
 from ftgguf.bench.client import Answer
 from ftgguf.bench.publish import neutral, save, to_json
 from ftgguf.bench.report import (
@@ -54,25 +54,137 @@ def test_ratios_point_the_right_way_and_losses_are_in_the_table() -> None:
     }
     assert "1.50 [1." in lines["pp512tok/s"]
     assert "worse" not in lines["pp512tok/s"]
+    assert lines["pp512tok/s"].count("better") == 2
     assert re.search(r"0\.50 \[0\.\d\d, 0\.\d\d\] worse", lines["tg128tok/s"])
     assert "failed" in lines["tg128tok/s"]
-    assert "1.00" in lines["tg128gap ms p50/p90/p99"]
+    assert "1.00" in lines["tg128gap ms p50/max"]
 
 
 def test_headline_is_against_the_best_peer() -> None:
     """B is the better one in prefill, A the only one in decode."""
-    said = table.headline(make_report())
-    assert "pp512 1.25" in said
-    assert "of B" in said
-    assert "tg128 0.50" in said
+    said = "\n".join(headline.headline(make_report()))
+    assert "reading prompts: pp512 1.25 [1.2" in said
+    assert "better of B" in said
+    assert re.search(r"writing: tg128 0\.50 \[.*\] worse of A", said)
+    assert "of all 3 rows of figures, each against the best peer there: ftgguf better in 1, ftgguf worse in 1, " in said
+
+
+def suffixes() -> Report:
+    """Short suffixes of which one is lost and one is won; the prompt's own time is its speed once more."""
+    report = make_report()
+    for name, own, theirs in (("+1 on 8192", 12.0, 10.0), ("+16 on 8192", 30.0, 60.0), ("pp512", 9.0, 9.0)):
+        row = report.row(name, "TTFT ms", higher_is_better=False, quantiles=True, paired=True)
+        for i in range(5):
+            row.add("ftgguf", [own + 0.1 * i])
+            row.add("A", [theirs + 0.1 * i])
+    return report
+
+
+def test_times_to_the_first_token_are_in_the_headline_lost_or_won() -> None:
+    report = suffixes()
+    (line,) = [x for x in headline.headline(report) if "time to the first token" in x]
+    assert re.search(r"\+1 on 8192 0\.8\d \[.*?\] worse of A; \+16 on 8192 1\.99 \[.*?\] better of A$", line)
+    assert line in table.render(report)
+    page = html.page(report).split("</style>")[1]
+    tiles = re.findall(r'class="tile (\w+)"><small>([^<]*)</small><b>([\d.]+)x</b><i>(\w+)', page)
+    assert ("bad", "first token: 1 new token on a cached context of 8192", "0.84", "slower") in tiles
+    assert ("good", "first token: 16 new tokens on a cached context of 8192", "1.99", "faster") in tiles
+    assert {kind for kind, words, *_ in tiles if words.startswith("writing")} == {"bad"}
+
+
+def test_memory_and_loading_stand_beside_the_speeds() -> None:
+    report = make_report()
+    for c, size in zip(report.contestants, (600, 500, 400), strict=True):
+        c.rss_peak, c.load_seconds = size << 20, size / 100
+    text = "RSS peak 600 MiB (the least of a peer: 400 MiB); loading 6.0 s (the least of a peer: 4.0 s)"
+    assert text in table.render(report)
+    assert text in html.page(report)
 
 
 def test_no_headline_ratio_against_lesser_instruction_sets() -> None:
+    """But what is lost even to them is named."""
     report = make_report()
     for peer in report.peers:
         peer.lower_isa = ["avx512"]
-    assert table.headline(report) == ""
+    said = headline.headline(report)
+    assert said == [
+        "no headline ratio: A: it does not use avx512, which ours does",
+        "A is ahead all the same in: tg128 tok/s (20.0, ours 10.0)",
+    ]
+    assert said[1] in html.page(report)
+    assert 'class="tile' not in html.page(report).split("</style>")[1]
     assert all(report.ratio(row, peer) is None for row in report.rows for peer in report.peers)
+
+
+def test_what_is_not_comparable_has_no_headline() -> None:
+    """A side tokenises otherwise, or took too much: the figures stand, the reason takes the ratio's place."""
+    report = make_report()
+    report.trouble(NOT_COMPARABLE, "A took 9000 MiB of VRAM, the budget is 4096 MiB")
+    assert headline.headline(report) == ["no headline ratio: A took 9000 MiB of VRAM, the budget is 4096 MiB"]
+    assert 'class="tile' not in html.page(report).split("</style>")[1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_fewer_than_three_samples_give_no_verdict(n: int) -> None:
+    """However far apart the sides are; and n gaps of one generation are one sample."""
+    report = make_report()
+    report.rows = []
+    report.row("tg8", "tok/s", paired=True).samples = {"ftgguf": [20.0] * n, "A": [10.0] * n}
+    report.row("pp8", "tok/s", paired=True).samples = {"ftgguf": [10.0] * 5, "A": [20.0] * n}
+    gaps = report.row("tg8", "gap ms", higher_is_better=False, quantiles=True, paired=True)
+    for _ in range(n):
+        gaps.add("ftgguf", [1.0] * 50)
+        gaps.add("A", [2.0] * 50)
+    text, page = table.render(report), html.page(report)
+    assert [report.ratio(row, report.peers[0]).verdict for row in report.rows] == (  # type: ignore[union-attr]
+        ["too few"] * 3 if n < 3 else ["better", "worse", "better"]
+    )
+    rows = [line for line in text.splitlines() if line.startswith(("| tg8", "| pp8"))]
+    assert [("better" in r, "worse" in r) for r in rows] == (
+        [(False, False)] * 3 if n < 3 else [(True, False), (False, True), (True, False)]
+    )
+    assert text.count("(too few samples)") == (4 if n < 3 else 0)  # two rows and the headline
+    assert text.count("(too few rounds)") == (1 if n < 3 else 0)
+    assert ('class="tile good"' in page) == ('class="tile bad"' in page) == (n >= 3)
+    assert ("too few samples to judge against A" in page) == (n < 3)
+    assert f"| {50 * n} in {n} |" in text
+
+
+def test_a_side_that_failed_in_a_round_has_no_ratio_there() -> None:
+    """The rounds that it survived are not the whole."""
+    report = make_report()
+    row = report.rows[0]
+    assert report.best_peer(row) is report.peers[1]
+    row.failures["B"] = "out of memory"
+    assert report.ratio(row, report.peers[1]) is None
+    assert report.best_peer(row) is report.peers[0]
+    row.failures["ftgguf"] = "out of memory"
+    assert report.ratio(row, report.peers[0]) is None
+    assert "ftgguf failed at pp512" in headline.tally(report)
+
+
+def test_the_best_peer_is_best_in_what_is_compared() -> None:
+    """A has the lower mean, B the lower median."""
+    report = make_report()
+    row = report.row("+1 on 8", "TTFT ms", higher_is_better=False, quantiles=True)
+    row.samples = {"ftgguf": [1.0] * 3, "A": [4.0, 4.0, 4.0], "B": [3.0, 3.0, 30.0]}
+    assert report.best_peer(row) is report.peers[1]
+
+
+def test_percentiles_are_shown_where_there_are_samples_for_them() -> None:
+    """Nine values have no 90th percentile and ninety-nine no 99th: the worst is shown; of speeds the slow end is."""
+    report = make_report()
+    row = report.row("x", "TTFT ms", higher_is_better=False, quantiles=True)
+    for n, text in ((1, "0"), (9, "4 / 8"), (99, "49.0 / 88.2 / 98.0"), (101, "50.0 / 90.0 / 99.0")):
+        row.samples = {"ftgguf": [float(i) for i in range(n)]}
+        assert table.cell(row, report.contestants[0]) == text
+    assert table.metric_of(row) == "TTFT ms p50/p90/p99"
+    row.samples["A"] = [5.0, 7.0]
+    assert table.cell(row, report.contestants[1]) == "p50 6 / max 7"
+    assert table.count_cell(row) == "2-101"
+    fast = report.row("x", "tok/s", quantiles=True)
+    fast.samples = {"ftgguf": [float(i) for i in range(101)]}
+    assert (table.metric_of(fast), table.cell(fast, report.contestants[0])) == ("tok/s p50/p10/p1", "50.0 / 10.0 / 1")
 
 
 def test_missing_isa_leaves_amx_and_unknown_peers_alone() -> None:
@@ -125,7 +237,8 @@ def test_divergence_where_both_sides_are_sure_is_a_fault() -> None:
     assert report.status == OUTPUTS_DIFFER
     assert len(report.outputs.faults()) == 2
     assert "token 2 of prompt 0 (3 and 4, gaps 1.000 and 1.000" in report.troubles[0].text
-    assert table.headline(report) == ""
+    assert headline.headline(report)[0].startswith("no headline ratio: greedy outputs of ftgguf and A part")
+    assert report.ratio(report.rows[0], report.peers[0]) is None
 
 
 def test_divergence_at_a_tie_is_noise() -> None:
@@ -181,8 +294,10 @@ def test_what_ours_says_in_the_peers_layout_settles_a_fault() -> None:
 
 def test_one_sample_gives_no_verdict() -> None:
     """There is no interval to decide by."""
-    assert table.ratio_cell(Ratio(0.98, 0.98, 0.98)) == "0.98"
+    assert table.ratio_cell(Ratio(0.98, 0.98, 0.98, 1)) == "0.98 (too few samples)"
     assert table.ratio_cell(Ratio(0.98, 0.97, 0.99)) == "0.98 [0.97, 0.99] worse"
+    assert table.ratio_cell(Ratio(1.02, 0.97, 1.09)) == "1.02 [0.97, 1.09]"
+    assert table.ratio_cell(None) == "-"
     assert [Bar("x", 0.9, 0.9, 0.9).colour, Bar("x", 0.9, 0.8, 0.95).colour] == ["--even", "--bad"]
 
 
