@@ -18,7 +18,7 @@ from ftgguf.bench import host
 from ftgguf.bench.publish import add_output_flags, publish
 from ftgguf.bench.recording import command_line
 from ftgguf.bench.report import Line, Plot, Report, Table
-from ftgguf.engine import devices
+from ftgguf.engine import cores, devices
 from ftgguf.gguf.header import TensorInfo
 from ftgguf.gguf.reader import GGUFFile, open_gguf
 from ftgguf.models.config import ModelError, read_numbers
@@ -62,12 +62,12 @@ class _Experts(Source):
         return info
 
 
-def load_store(path: Path, device: torch.device, threads: int, working_set: int = WORKING_SET) -> CachedStore:
-    """A store with a ring and no slots over some layers of each type. Raises ModelError for a file without experts."""
+def load_store(path: Path, device: torch.device, cpus: list[int], working_set: int = WORKING_SET) -> CachedStore:
+    """A store with a ring and no slots over some layers of each type, and a worker on each of `cpus`. Raises ModelError
+    for a file without experts."""
     from ftgguf.engine.cuda_experts import expert_spec
     from ftgguf.engine.cuda_weights import Reader
     from ftgguf.engine.device_memory import DeviceMemory
-    from ftgguf.experts.cpu_worker import cpu_threads
     from ftgguf.experts.pinning import cuda_pinner
     from ftgguf.experts.store import CachedStore, kind_of
     from ftgguf.flags.config import ContextConfig
@@ -83,7 +83,7 @@ def load_store(path: Path, device: torch.device, threads: int, working_set: int 
     ring = max(64 << 20, 2 * 8 * largest)
     memory = DeviceMemory(device)
     store = CachedStore(
-        memory, budget=ring, ring_bytes=ring, top_k=numbers.top_k, decode_rows=1, cpus=cpu_threads(threads),
+        memory, budget=ring, ring_bytes=ring, top_k=numbers.top_k, decode_rows=1, cpus=cpus,
         pinner=cuda_pinner(device), warm=False,
     )  # fmt: skip
     taken: dict[str, int] = {}
@@ -152,7 +152,9 @@ def main(argv: list[str]) -> int:
     report = Report("bw", command_line(["ftgguf", "bench", "bw", *argv]), host.describe())
     try:
         path = Path(str(resolve_with_bar(options.model)))
-        store = load_store(path, device, options.threads or _most_threads())
+        claimed = cores.claim(options.threads or _most_threads())
+        report.notes += [claimed.line] if claimed.line else []
+        store = load_store(path, device, claimed.cpus)
     except (ModelError, MemoryError, OSError, ValueError, NameResolutionError, DemoError) as error:
         print(f"ftgguf bench bw: {error}", file=sys.stderr)
         return 1
@@ -168,6 +170,7 @@ def main(argv: list[str]) -> int:
         }
     finally:
         store.close()
+        claimed.release()
     fill_report(report, measured, device.type == "cuda")
     where = ""
     if not options.no_store:

@@ -7,9 +7,12 @@ tensors the cache takes what is left, unless --expert-cache is 0.
 
 from __future__ import annotations
 
+import logging
+import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ftgguf.engine import cores
 from ftgguf.engine.fit import CONTEXT, MIB, Fit, Parts, parts_of, workspace_bytes
 from ftgguf.engine.survey import Survey
 from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, ServerConfig, pad
@@ -20,6 +23,8 @@ from ftgguf.models.source import Use
 if TYPE_CHECKING:
     from ftgguf.engine.device_memory import DeviceMemory
     from ftgguf.experts.store import CachedStore
+
+log = logging.getLogger("ftgguf.engine")
 
 WORKSPACE_SHARE = 8
 """A prompt's wide passes may take this part of the budget for their workspace."""
@@ -150,16 +155,18 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
     from ftgguf.experts import key
     from ftgguf.experts.bank import LimitedPinner
     from ftgguf.experts.control import Arm
-    from ftgguf.experts.cpu_worker import cpu_threads
     from ftgguf.experts.measure import stored_costs
     from ftgguf.experts.pinning import cuda_pinner
     from ftgguf.experts.store import RING_BYTES, RING_SHARE, CachedStore
 
     p = config.placement
     pinner = cuda_pinner(memory.device)
-    cpus = cpu_threads(max(1, config.cpu.threads - 1))
+    claimed = cores.claim(config.cpu.threads - 1)
+    if claimed.line:
+        log.info("%s", claimed.line)
+    cpus = claimed.cpus
     arm = {"offload": Arm.FILL, "cpu": Arm.CPU}.get(plan.mode, Arm.SPLIT)
-    return CachedStore(
+    store = CachedStore(
         memory,
         budget=plan.budget,
         top_k=numbers.top_k,
@@ -174,3 +181,5 @@ def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: 
         probe=plan.mode == "hybrid",
         disk=p.expert_disk,
     )
+    weakref.finalize(store, claimed.release)
+    return store
