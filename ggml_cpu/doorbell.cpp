@@ -293,8 +293,9 @@ void bind_experts(nb::module_ & m) {
         .def_static("make", &matrix, nb::arg("type"), nb::arg("address"), nb::arg("stride"), nb::arg("n"), nb::arg("k"),
                     nb::arg("bias") = 0, nb::arg("scale") = 0);
 
-    nb::class_<ExpertWorker>(m, "ExpertWorker", "Threads that compute routed experts in place with ggml's products.")
-        .def(nb::init<std::vector<int>>(), nb::arg("cpus"), "One thread for each CPU number (-1: anywhere).")
+    nb::class_<ExpertWorker>(m, "ExpertWorker", "Threads that compute routed experts in place.")
+        .def(nb::init<std::vector<int>, bool>(), nb::arg("cpus"), nb::arg("own") = true,
+             "One thread for each CPU number (-1: anywhere). `own`: our products where there are any, or ggml's alone.")
         .def("add_layer",
              [](ExpertWorker & w, int layer, int experts, const std::string & act, std::optional<ExpertMatrix> gate,
                 ExpertMatrix up, ExpertMatrix down) {

@@ -11,6 +11,8 @@ namespace ftgguf {
 
 // Values of a row that one task rounds at a time: a multiple of every block that ggml rounds to (256 at most).
 constexpr int64_t kPiece = 256;
+// Bytes of as many values, rounded: q8_K has 292, q8_0 272.
+constexpr size_t kRoundedPiece = 320;
 // Tasks for each thread and stage, so that a slow thread does not hold up the rest.
 constexpr int kTasks = 5;
 // Entries whose intermediate rows exist at once: 4096 rows of 2048 floats are 32 MiB.
@@ -27,7 +29,7 @@ size_t ExpertJob::bytes() const {
     return n_experts * layer->expert_bytes() - (hidden ? layer->down.n * layer->down.row_bytes : 0);
 }
 
-static void complete(ExpertMatrix & m, const char * name) {
+static void complete(ExpertMatrix & m, bool own, const char * name) {
     if (m.type < 0 || m.type >= GGML_TYPE_COUNT || ggml_blck_size(m.type) == 0) {
         throw std::invalid_argument(std::string(name) + ": no such tensor type");
     }
@@ -45,18 +47,20 @@ static void complete(ExpertMatrix & m, const char * name) {
                                     ggml_type_name(m.rounding));
     }
     m.row_bytes = ggml_row_size(m.type, m.k);
-    m.input_bytes = ggml_row_size(m.rounding, m.k);
+    m.own = own ? own_dot(m.type) : nullptr;
+    m.input_bytes = m.own ? (m.k + m.own->group - 1) / m.own->group * m.own->group_bytes : ggml_row_size(m.rounding, m.k);
 }
 
-ExpertWorker::ExpertWorker(std::vector<int> cpus) : first_cpu_(cpus.empty() ? -1 : cpus[0]), team_(std::move(cpus)) {
+ExpertWorker::ExpertWorker(std::vector<int> cpus, bool own)
+    : first_cpu_(cpus.empty() ? -1 : cpus[0]), own_(own), team_(std::move(cpus)) {
     ggml_cpu_init();  // the half-precision tables
 }
 
 void ExpertWorker::add_layer(int layer, ExpertLayer d) {
     if (layer < 0 || d.experts <= 0) throw std::invalid_argument("a layer has a number from 0 and at least one expert");
-    complete(d.up, "up");
-    complete(d.down, "down");
-    if (d.has_gate) complete(d.gate, "gate");
+    complete(d.up, own_, "up");
+    complete(d.down, own_, "down");
+    if (d.has_gate) complete(d.gate, own_, "gate");
     if (!d.has_gate && d.act != Act::relu_sqr && d.act != Act::relu && d.act != Act::silu && d.act != Act::gelu) {
         throw std::invalid_argument("this activation needs a gate");
     }
@@ -104,11 +108,21 @@ static float activate(Act act, bool has_gate, float g, float u) {
 // Values [from, to) of a row of `m`'s input as ggml rounds them; `from` is a multiple of kPiece. `row` and `to_row` are
 // where the whole row starts.
 static void round_values(const ExpertMatrix & m, const float * row, uint8_t * to_row, int64_t from, int64_t to) {
+    auto * traits = ggml_get_type_traits_cpu(m.rounding);
+    if (m.own) {
+        uint8_t rounded[kRoundedPiece];
+        for (int64_t at = from; at < to; at += m.own->group) {
+            const int64_t values = std::min(m.own->group, to - at);
+            traits->from_float(row + at, rounded, values);
+            m.own->lay_out(rounded, values, to_row + at / m.own->group * m.own->group_bytes);
+        }
+        return;
+    }
     uint8_t * out = to_row + ggml_row_size(m.rounding, from);
     if (m.rounding == GGML_TYPE_F32) {
         std::memcpy(out, row + from, (to - from) * sizeof(float));
     } else {
-        ggml_get_type_traits_cpu(m.rounding)->from_float(row + from, out, to - from);
+        traits->from_float(row + from, out, to - from);
     }
 }
 
@@ -117,14 +131,19 @@ static void round_values(const ExpertMatrix & m, const float * row, uint8_t * to
 constexpr int64_t kAhead = 2;
 
 static void fetch_ahead(const ExpertMatrix & m, int expert, int64_t n) {
-    if (n + kAhead >= m.n) return;
+    if (m.own || n + kAhead >= m.n) return;
     const uint8_t * row = m.base + expert * m.stride + (n + kAhead) * m.row_bytes;
     for (size_t at = 0; at < m.row_bytes; at += 64) __builtin_prefetch(row + at);
 }
 
 static float product(const ExpertMatrix & m, int expert, int64_t n, const uint8_t * input) {
+    const uint8_t * row = m.base + expert * m.stride + n * m.row_bytes;
     float value;
-    m.dot(static_cast<int>(m.k), &value, 0, m.base + expert * m.stride + n * m.row_bytes, 0, input, 0, 1);
+    if (m.own) {
+        value = m.own->dot(m.k, row, input, kAhead * m.row_bytes);
+    } else {
+        m.dot(static_cast<int>(m.k), &value, 0, row, 0, input, 0, 1);
+    }
     if (m.scale) value *= m.scale[expert];
     if (m.bias) value += m.bias[expert * m.n + n];
     return value;
@@ -182,7 +201,7 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
                         const int32_t * rows_of) {
     const ExpertLayer & l = *job.layer;
     const ExpertMatrix & first = l.has_gate ? l.gate : l.up;
-    const bool two_roundings = l.has_gate && l.gate.rounding != l.up.rounding;
+    const bool two_roundings = l.has_gate && (l.gate.rounding != l.up.rounding || l.gate.own != l.up.own);
     const int n_experts = static_cast<int>(expert.size()), entries = start.back();
     const int first_down = job.hidden ? 1 : 0, first_entry = job.hidden ? start[1] : 0;
     const int64_t d_in = l.up.k, f = l.up.n, d_out = l.down.n;

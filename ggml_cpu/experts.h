@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "dots.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
 #include "team.h"
@@ -28,8 +29,16 @@ struct ExpertMatrix {
     // Filled in by ExpertWorker::add_layer.
     size_t row_bytes = 0;
     ggml_vec_dot_t dot = nullptr;
+    const OwnDot * own = nullptr;        // in place of `dot`
     ggml_type rounding = GGML_TYPE_F32;  // what an input row is rounded to before the product
     size_t input_bytes = 0;
+};
+
+// Memory that starts at a cache line.
+struct Lines {
+    std::vector<uint8_t> bytes;
+    uint8_t * data() { return bytes.data() + (-reinterpret_cast<uintptr_t>(bytes.data()) & 63); }
+    void resize(size_t size) { bytes.resize(size + 63); }
 };
 
 struct ExpertLayer {
@@ -60,7 +69,8 @@ struct ExpertJob {
 
 class ExpertWorker {
   public:
-    explicit ExpertWorker(std::vector<int> cpus);
+    // `own`: whether to use our own products where there are any, or ggml's alone.
+    explicit ExpertWorker(std::vector<int> cpus, bool own = true);
     void add_layer(int layer, ExpertLayer description);
     const ExpertLayer & layer(int layer) const;
     // Compute a job; throws std::invalid_argument for a list that does not fit the layer. One job at a time.
@@ -74,11 +84,12 @@ class ExpertWorker {
     void part(const ExpertJob & job, const std::vector<int32_t> & expert, const std::vector<int32_t> & start,
               const int32_t * rows_of);
     int first_cpu_;
+    bool own_;
     Team team_;
     std::mutex busy_;
     std::vector<std::unique_ptr<ExpertLayer>> layers_;
     // Work memory, kept between jobs.
-    std::vector<uint8_t> input_a_, input_b_, hidden_rounded_;
+    Lines input_a_, input_b_, hidden_rounded_;
     std::vector<float> hidden_, out_;
     std::vector<int32_t> order_, used_rows_;
     // Tasks of an expert's piece that are not done: those of different pieces are counted by different threads.

@@ -158,7 +158,10 @@ class Bank:
                 f"the experts need {total / 1e9:.1f} GB of host memory and {free / 1e9:.1f} GB are free: use a smaller "
                 "quantisation, put more layers wholly on the GPU, or read them from the file with --expert-disk"
             )
-        self._map = mmap.mmap(-1, max(total, 1) + HUGE)
+        # Private: shared anonymous memory has no huge pages unless the system allows them for files in memory, too (it
+        # seldom does), and a thread reads 13 GB/s from huge pages, 8 from small ones.
+        kind = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+        self._map = mmap.mmap(-1, max(total, 1) + HUGE, **kind)
         raw = np.frombuffer(self._map, np.uint8)
         skip = -int(raw.ctypes.data) % HUGE
         self.memory: U8 = raw[skip : skip + max(total, 1)]

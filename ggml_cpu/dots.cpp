@@ -1,0 +1,229 @@
+// Dot products with AVX-512 VNNI: whole blocks in registers, one fused multiply-add of floats for 64 integer products.
+//
+// ggml's products of these types take twice the instructions, so that fewer bytes are on their way from memory at once.
+// Layouts of blocks: the GGUF types' definitions (q4_K, q6_K, mxfp4; inputs in q8_K and q8_0).
+#include "dots.h"
+
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__GNUC__)
+// GCC 12 warns of its own intrinsics, whose don't-care operands it leaves unset on purpose.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+
+namespace ftgguf {
+
+#define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
+#define VNNI_INLINE VNNI __attribute__((always_inline)) static inline
+
+VNNI_INLINE float half_at(const uint8_t * p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    return _cvtsh_ss(h);
+}
+
+VNNI_INLINE void ask_for(const uint8_t * from, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char *>(from + at), _MM_HINT_T0);
+}
+
+VNNI_INLINE __m512 times(__m512i products, __m512 scale, __m512 sum) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
+}
+
+// ---------------------------------------------------------------------------------------------------- 256 a block
+
+// A block of 256 inputs: their scale, and what the blocks' offsets are multiplied with.
+struct Inputs256 {
+    int8_t q[256];
+    float sums[16];
+    float d;
+    float unused[15];
+};
+static_assert(sizeof(Inputs256) == 384);
+
+// A q8_K block: float d, int8 [256], int16 sums of 16.
+constexpr size_t kQ8KSums = 4 + 256;
+
+static void lay_out_q6(const uint8_t * rounded, int64_t, uint8_t * out) {
+    auto & to = *reinterpret_cast<Inputs256 *>(out);
+    int16_t sums[16];
+    std::memcpy(&to.d, rounded, 4);
+    std::memcpy(to.q, rounded + 4, 256);
+    std::memcpy(sums, rounded + kQ8KSums, sizeof sums);
+    for (int i = 0; i < 16; i++) to.sums[i] = -32.0f * sums[i];  // weights are stored with 32 added
+}
+
+// Runs of 32 in the order in which two registers of nibbles hold them.
+static void lay_out_q4(const uint8_t * rounded, int64_t, uint8_t * out) {
+    static const int order[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+    auto & to = *reinterpret_cast<Inputs256 *>(out);
+    int16_t sums[16];
+    std::memcpy(&to.d, rounded, 4);
+    std::memcpy(sums, rounded + kQ8KSums, sizeof sums);
+    for (int i = 0; i < 8; i++) {
+        std::memcpy(to.q + 32 * i, rounded + 4 + 32 * order[i], 32);
+        to.sums[i] = 0;
+        to.sums[8 + i] = -(static_cast<float>(sums[2 * i]) + sums[2 * i + 1]);  // minima are subtracted
+    }
+}
+
+// q4_K, 144 bytes: half d, half dmin, 8 scales and 8 minima of 6 bits in 12 bytes, nibbles.
+VNNI static float dot_q4(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+    const __m512i low = _mm512_set1_epi8(15), zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
+    const __m512i of_0 = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
+    const __m512i of_1 = _mm512_add_epi32(of_0, one), of_2 = _mm512_add_epi32(of_0, _mm512_set1_epi32(4));
+    const __m512i of_3 = _mm512_add_epi32(of_2, one);
+    __m512 sum_0 = _mm512_setzero_ps(), sum_1 = sum_0, sum_2 = sum_0, sum_3 = sum_0, offsets = sum_0;
+    auto * x = reinterpret_cast<const Inputs256 *>(input);
+    for (const auto * end = x + values / 256; x < end; x++, w += 144) {
+        ask_for(w + ahead, 144);
+        uint32_t s0, s1, s2;
+        std::memcpy(&s0, w + 4, 4);
+        std::memcpy(&s1, w + 8, 4);
+        std::memcpy(&s2, w + 12, 4);
+        const __m128i six = _mm_setr_epi32(s0 & 0x3f3f3f3f, (s2 & 0x0f0f0f0f) | ((s0 >> 2) & 0x30303030), s1 & 0x3f3f3f3f,
+                                           ((s2 >> 4) & 0x0f0f0f0f) | ((s1 >> 2) & 0x30303030));
+        const __m512 d = _mm512_insertf32x8(_mm512_set1_ps(half_at(w) * x->d), _mm256_set1_ps(half_at(w + 2) * x->d), 1);
+        const __m512 scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six)), d);
+        const __m512i a = _mm512_loadu_si512(w + 16), b = _mm512_loadu_si512(w + 80);
+        const __m512i a_high = _mm512_and_si512(_mm512_srli_epi16(a, 4), low);
+        const __m512i b_high = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
+        const __m512i p0 = _mm512_dpbusd_epi32(zero, _mm512_and_si512(a, low), _mm512_load_si512(x->q));
+        const __m512i p1 = _mm512_dpbusd_epi32(zero, a_high, _mm512_load_si512(x->q + 64));
+        const __m512i p2 = _mm512_dpbusd_epi32(zero, _mm512_and_si512(b, low), _mm512_load_si512(x->q + 128));
+        const __m512i p3 = _mm512_dpbusd_epi32(zero, b_high, _mm512_load_si512(x->q + 192));
+        sum_0 = times(p0, _mm512_permutexvar_ps(of_0, scale), sum_0);
+        sum_1 = times(p1, _mm512_permutexvar_ps(of_1, scale), sum_1);
+        sum_2 = times(p2, _mm512_permutexvar_ps(of_2, scale), sum_2);
+        sum_3 = times(p3, _mm512_permutexvar_ps(of_3, scale), sum_3);
+        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x->sums), offsets);
+    }
+    return _mm512_reduce_add_ps(sum_0 + sum_1 + (sum_2 + sum_3) + offsets);
+}
+
+// q6_K, 210 bytes: low nibbles [128], two high bits [64], int8 scales [16], half d.
+VNNI static float dot_q6(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+    const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30), zero = _mm512_setzero_si512();
+    const __m512i four = _mm512_set1_epi32(4);
+    const __m512i of_0 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i of_1 = _mm512_add_epi32(of_0, four), of_2 = _mm512_add_epi32(of_1, four);
+    const __m512i of_3 = _mm512_add_epi32(of_2, four);
+    // Bits 2 i and 2 i + 1 of a byte belong to the i-th run of 32: moved to bits 4 and 5, whatever comes from the byte
+    // beside it is masked out.
+    const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
+    const __m512i right = _mm512_inserti64x4(_mm512_set1_epi16(0), _mm256_set1_epi16(2), 1);
+    __m512 sum_0 = _mm512_setzero_ps(), sum_1 = sum_0, sum_2 = sum_0, sum_3 = sum_0, offsets = sum_0;
+    auto * x = reinterpret_cast<const Inputs256 *>(input);
+    for (const auto * end = x + values / 256; x < end; x++, w += 210) {
+        ask_for(w + ahead, 210);
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(w + 192));
+        const __m512 d = _mm512_set1_ps(half_at(w + 208) * x->d);
+        const __m512 scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), d);
+        const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
+        const __m512i c = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + 128)));
+        const __m512i e = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + 160)));
+        auto both = [&](__m512i nibbles, __m512i bits) __attribute__((target("avx512f,avx512bw"), always_inline)) {
+            return _mm512_or_si512(_mm512_and_si512(nibbles, low), _mm512_and_si512(bits, high));
+        };
+        const __m512i q0 = both(a, _mm512_sllv_epi16(c, left)), q1 = both(_mm512_srli_epi16(a, 4), _mm512_srlv_epi16(c, right));
+        const __m512i q2 = both(b, _mm512_sllv_epi16(e, left)), q3 = both(_mm512_srli_epi16(b, 4), _mm512_srlv_epi16(e, right));
+        const __m512i p0 = _mm512_dpbusd_epi32(zero, q0, _mm512_load_si512(x->q));
+        const __m512i p1 = _mm512_dpbusd_epi32(zero, q1, _mm512_load_si512(x->q + 64));
+        const __m512i p2 = _mm512_dpbusd_epi32(zero, q2, _mm512_load_si512(x->q + 128));
+        const __m512i p3 = _mm512_dpbusd_epi32(zero, q3, _mm512_load_si512(x->q + 192));
+        sum_0 = times(p0, _mm512_permutexvar_ps(of_0, scale), sum_0);
+        sum_1 = times(p1, _mm512_permutexvar_ps(of_1, scale), sum_1);
+        sum_2 = times(p2, _mm512_permutexvar_ps(of_2, scale), sum_2);
+        sum_3 = times(p3, _mm512_permutexvar_ps(of_3, scale), sum_3);
+        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x->sums), offsets);
+    }
+    return _mm512_reduce_add_ps(sum_0 + sum_1 + (sum_2 + sum_3) + offsets);
+}
+
+// ----------------------------------------------------------------------------------------------------- 32 a block
+
+// Four blocks of 32 inputs: first halves, second halves, and what the offset of the weights adds to each sum of 4.
+struct Inputs128 {
+    int8_t first[64], second[64];
+    int32_t offset[16];
+    float d[4];
+    float unused[12];
+};
+static_assert(sizeof(Inputs128) == 256);
+
+constexpr size_t kQ80 = 34;    // half d, int8 [32]
+constexpr size_t kMxfp4 = 17;  // exponent, nibbles of two halves
+constexpr int kMost = 12;      // mxfp4's values are -12 .. 12 (doubled): unsigned with this added
+
+static void lay_out_mxfp4(const uint8_t * rounded, int64_t values, uint8_t * out) {
+    auto & to = *reinterpret_cast<Inputs128 *>(out);
+    std::memset(&to, 0, sizeof to);
+    for (int b = 0; b < values / 32; b++) {
+        const uint8_t * from = rounded + b * kQ80;
+        ggml_fp16_t d;
+        std::memcpy(&d, from, 2);
+        to.d[b] = ggml_fp16_to_fp32(d);
+        std::memcpy(to.first + 16 * b, from + 2, 16);
+        std::memcpy(to.second + 16 * b, from + 18, 16);
+    }
+    for (int i = 0; i < 64; i++) to.offset[i / 4] -= kMost * (to.first[i] + to.second[i]);
+}
+
+// Four blocks at a time; past the end of a row its last block stands in, with inputs of 0.
+VNNI static float dot_mxfp4(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+    const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+    const __m512i low = _mm512_set1_epi8(15);
+    const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const int64_t blocks = values / 32;
+    auto * x = reinterpret_cast<const Inputs128 *>(input);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b += 4, x++) {
+        const uint8_t * at[4];
+        for (int i = 0; i < 4; i++) at[i] = w + (b + i < blocks ? b + i : blocks - 1) * kMxfp4;
+        ask_for(w + b * kMxfp4 + ahead, 4 * kMxfp4);
+        auto nibbles = [](const uint8_t * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 1)); };
+        __m512i q = _mm512_castsi128_si512(nibbles(at[0]));
+        q = _mm512_inserti32x4(q, nibbles(at[1]), 1);
+        q = _mm512_inserti32x4(q, nibbles(at[2]), 2);
+        q = _mm512_inserti32x4(q, nibbles(at[3]), 3);
+        // 2^(e - 128), the half of 2^(e - 127) because the values are doubled; the two smallest are subnormal
+        const __m128i e = _mm_setr_epi32(at[0][0], at[1][0], at[2][0], at[3][0]);
+        const __m128i normal = _mm_slli_epi32(_mm_sub_epi32(e, _mm_set1_epi32(1)), 23);
+        const __m128i small = _mm_sllv_epi32(_mm_set1_epi32(0x00200000), e);
+        const __m128i power = _mm_mask_mov_epi32(normal, _mm_cmplt_epi32_mask(e, _mm_set1_epi32(2)), small);
+        const __m128 scale = _mm_mul_ps(_mm_castsi128_ps(power), _mm_load_ps(x->d));
+        const __m512i first = _mm512_shuffle_epi8(table, _mm512_and_si512(q, low));
+        const __m512i second = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), low));
+        __m512i products = _mm512_dpbusd_epi32(_mm512_load_si512(x->offset), first, _mm512_load_si512(x->first));
+        products = _mm512_dpbusd_epi32(products, second, _mm512_load_si512(x->second));
+        sum = times(products, _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(scale)), sum);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+const OwnDot * own_dot(ggml_type type) {
+    static const OwnDot dots[] = {
+        {GGML_TYPE_Q4_K, 256, sizeof(Inputs256), lay_out_q4, dot_q4},
+        {GGML_TYPE_Q6_K, 256, sizeof(Inputs256), lay_out_q6, dot_q6},
+        {GGML_TYPE_MXFP4, 128, sizeof(Inputs128), lay_out_mxfp4, dot_mxfp4},
+    };
+    static const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+    if (!can) return nullptr;
+    for (auto & dot : dots) {
+        if (dot.type == type) return &dot;
+    }
+    return nullptr;
+}
+
+}  // namespace ftgguf
+
+#else
+
+namespace ftgguf {
+const OwnDot * own_dot(ggml_type) { return nullptr; }
+}  // namespace ftgguf
+
+#endif
