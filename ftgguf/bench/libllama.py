@@ -174,6 +174,10 @@ class Libllama:
             raise LibllamaError("libllama has no logits: nothing was evaluated")
         return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
 
+    def end_tokens(self) -> list[int]:
+        """Ids of the tokens that end a text or a turn."""
+        return [i for i in range(self.n_vocab) if llama_cpp.llama_vocab_is_eog(self.vocab, i)]
+
     def tokenize(self, text: str | bytes, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS/EOS where the file says so."""
         raw = text.encode() if isinstance(text, str) else text

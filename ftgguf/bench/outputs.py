@@ -19,6 +19,8 @@ def first_difference(a: Greedy, b: Greedy) -> int | None:
 
 Settle = Callable[[Divergence, Sequence[int]], str]
 """(a fault between ours and a peer, the peer's tokens) -> why it is none after all, or an empty string."""
+Witness = Callable[[Sequence[tuple[Divergence, Sequence[int]]]], None]
+"""Sets `settled` of those of the faults (each with the peer's tokens) that another build of the peer explains."""
 
 
 def compare(
@@ -26,9 +28,10 @@ def compare(
     said: Mapping[str, Sequence[Greedy]],
     settle: Settle = lambda fault, tokens: "",
     others: Callable[[], Mapping[str, Sequence[Greedy]]] = dict,
+    witness: Witness = lambda faults: None,
 ) -> None:
     """Fill `report.outputs` from what each contestant said to the same prompts, and note a fault as trouble, unless
-    `settle` explains it.
+    `settle` or then `witness` explains it.
 
     Peers are compared with each other too (weight layouts of one library): what they differ by among themselves is
     noise by definition, and raises the bound where it is more than NOISE_NATS. Where there is a fault, `others` gives
@@ -50,11 +53,17 @@ def compare(
             peers.add(name)
         outputs.noise = _noise(outputs, peers)
     report.outputs = outputs
+    if ours is None:
+        return
+    left = []
     for fault in outputs.faults():
-        if ours is None or ours.name not in (fault.a, fault.b):
-            continue
-        peer = fault.b if fault.a == ours.name else fault.a
-        fault.settled = settle(fault, [token for token, _ in said[peer][fault.prompt]])
+        if ours.name in (fault.a, fault.b):
+            tokens = [token for token, _ in said[fault.b if fault.a == ours.name else fault.a][fault.prompt]]
+            fault.settled = settle(fault, tokens)
+            left += [] if fault.settled else [(fault, tokens)]
+    if left:
+        witness(left)
+    for fault, _ in left:
         if not fault.settled:
             report.trouble(OUTPUTS_DIFFER, describe(fault, outputs.noise))
 

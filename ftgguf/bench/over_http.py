@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ftgguf.bench.against import shared_flags
 from ftgguf.bench.alone import config_for
 from ftgguf.bench.cache_watch import CacheWatch, watched
 from ftgguf.bench.client import Answer, RequestFailed, Target, identify
@@ -18,9 +19,10 @@ from ftgguf.bench.outputs import Greedy, compare, compare_texts, compare_tokens
 from ftgguf.bench.peers import Peer
 from ftgguf.bench.placement import best_placements, check_budget, sizes_of
 from ftgguf.bench.prompts import TEXTS
-from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Report, missing_isa
+from ftgguf.bench.report import NOT_COMPARABLE, OURS_FAILED, PEER_FAILED, Divergence, Report, missing_isa
 from ftgguf.bench.servers import ServerError
 from ftgguf.bench.stats import mean
+from ftgguf.bench.witness import Builds, InProcess, Witness
 from ftgguf.bench.workloads import CALIBRATION, Bench, Plan, Source, TextSource, make_plan
 from ftgguf.pull.ollama_gguf import open_model
 
@@ -31,6 +33,7 @@ CLOCKS_AGREE = 0.05
 def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -> None:
     """Measure every workload in `options.repetitions` rounds. What fails becomes rows and troubles of `report`."""
     with open_model(path) as gguf:
+        size = gguf.size
         limit, n_vocab = gguf.arch("context_length"), len(gguf.metadata["tokenizer.ggml.tokens"])
         sizes = sizes_of(gguf)
     remote = _asked(peer, options) if peer.kind == "url" else None
@@ -64,7 +67,11 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     placements = best_placements(report, options, flags, peer, sizes) if peer.kind == "llama-server" else {}
     sides = make_contenders(options, flags, peer, placements, plan.cells)
     other = other_backend(options, flags, peer) if placements else None
-    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt, other).run(plan)
+    builds = None
+    if other is None and peer.kind in ("llama-server", "xllamacpp"):  # a server at a URL may be of any make
+        plain = [flag.replace("_", "-") if flag.startswith("--") else flag for flag in flags]
+        builds = InProcess(shared_flags(plain), size, options.timeout)
+    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt, other, builds).run(plan)
     check_budget(report, config.placement.vram_budget)
 
 
@@ -88,8 +95,8 @@ def _asked(peer: Peer, options: Options) -> _Remote:
 
 
 class HttpDuel:
-    """Rounds over contenders. `text_only`: a side takes no token ids, so that all get text. `other`: the peer on
-    another backend, asked only where outputs differ."""
+    """Rounds over contenders. `text_only`: a side takes no token ids, so that all get text. Asked only where outputs
+    differ: `other`, the peer on another backend, or `builds`, other builds of its library."""
 
     def __init__(
         self,
@@ -100,6 +107,7 @@ class HttpDuel:
         text_only: bool,
         salt: int = 0,
         other: Contender | None = None,
+        builds: Builds | None = None,
     ) -> None:
         self.report = report
         self.options = options
@@ -108,6 +116,7 @@ class HttpDuel:
         self.text_only = text_only
         self.salt = salt
         self.other = other
+        self.builds = builds
         self._compared = False
         self._once = 0.0
         """Seconds of the round that went into what no further round does."""
@@ -253,7 +262,10 @@ class HttpDuel:
         self._compared = True
         ours = self.sides[0].contestant.name
         compare_tokens(self.report, self._ids)
-        compare(self.report, self._said, others=dict if interrupted else self._ask_other)
+        if interrupted:
+            compare(self.report, self._said)
+        else:
+            compare(self.report, self._said, others=self._ask_other, witness=self._ask_builds)
         for name, answers in self._answers.items():
             if name not in self._said and ours in self._answers:
                 compare_texts(self.report, ours, self._answers[ours], name, answers)
@@ -277,6 +289,13 @@ class HttpDuel:
             return {}
         self.report.notes.append(f"{name}, to tell noise from faults: {self.other.contestant.command}")
         return {name: [list(zip(a.tokens, a.gaps, strict=False)) for a in answers]}
+
+    def _ask_builds(self, faults: Sequence[tuple[Divergence, Sequence[int]]]) -> None:
+        """Settle the faults that another build of the peer's library explains."""
+        prompts = [p for p in self.source.texts if not isinstance(p, str)]
+        if self.builds is not None and prompts:
+            say("libllama is asked, because outputs part")
+            Witness(self.report, self.builds, prompts, self.sides[0].contestant.name).settle(faults)
 
     def _check_clocks(self) -> None:
         """Server-side timings as a cross-check; prompt lengths as each side counted them."""

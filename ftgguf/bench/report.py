@@ -104,7 +104,8 @@ class Divergence(msgspec.Struct):
     gap_a: float
     gap_b: float
     settled: str = ""
-    """Why it is no fault whatever the gap: ours says the peer's tokens where it computes as the peer does."""
+    """Why it is no fault whatever the gap: ours says the peer's tokens where it computes as the peer does, or another
+    build of the peer's library says ours."""
 
     @property
     def gap(self) -> float:
@@ -123,17 +124,10 @@ class Outputs(msgspec.Struct):
     divergences: list[Divergence] = []
     noise: float = NOISE_NATS
     """Nats up to which a divergence is noise: raised to what the peer's own layouts differ by."""
-    witnesses: list[str] = []
-    """Other builds of a peer that were asked, place by place, what they say where ours and the peer part. How they
-    themselves part from anybody is no fault: they are not compared."""
 
     def faults(self) -> list[Divergence]:
         """Divergences between the sides that nothing explains; those of unknown gap count."""
-        return [
-            d
-            for d in self.divergences
-            if not d.settled and not {d.a, d.b} & {*self.witnesses} and not 0 <= d.gap <= self.noise
-        ]
+        return [d for d in self.divergences if not d.settled and not 0 <= d.gap <= self.noise]
 
 
 class Turn(msgspec.Struct):

@@ -60,6 +60,9 @@ class Stepper(Protocol):
     def tokenize(self, text: str) -> list[int]:
         """Token ids with BOS where the file says so."""
 
+    def ends(self) -> list[int]:
+        """Ids of the tokens that end a text."""
+
     def close(self) -> None: ...
 
 
@@ -120,9 +123,15 @@ class OursStepper:
         return self._logits
 
     def tokenize(self, text: str) -> list[int]:
+        return self._loaded_vocab().tokenize(text, add_special=True)
+
+    def ends(self) -> list[int]:
+        return sorted(self._loaded_vocab().eog_ids)
+
+    def _loaded_vocab(self) -> Vocab:
         if self._vocab is None:
             self._vocab = Vocab.load(open_model(self._config))
-        return self._vocab.tokenize(text, add_special=True)
+        return self._vocab
 
     def close(self) -> None:
         """Nothing: the executor goes with its last reference."""
@@ -187,6 +196,9 @@ class LibllamaStepper:
     def tokenize(self, text: str) -> list[int]:
         return self._session.tokenize(text)
 
+    def ends(self) -> list[int]:
+        return self._session.end_tokens()
+
     def close(self) -> None:
         self._session.close()
 
@@ -243,14 +255,26 @@ class Timer:
             self.stepper.prefill(depth)
             self._depth = depth
 
-    def greedy(self, prompt: Sequence[int], n: int) -> list[tuple[int, float]]:
-        """`n` tokens after `prompt`, the most probable each, and the gap of its log-probability to the next (nats)."""
+    def greedy(
+        self, prompt: Sequence[int], n: int, forced: Sequence[int] = (), *, ignore_ends: bool = False
+    ) -> list[tuple[int, float]]:
+        """`n` tokens after `prompt`, the most probable each, and the gap of its log-probability to the next (nats).
+
+        `forced` come before them, evaluated one by one as if they had been chosen. `ignore_ends`: tokens that end a
+        text are none, as with llama-server's `ignore_eos`.
+        """
         self._depth = []
         self.stepper.rewind(0)
         self.stepper.prefill(prompt)
+        for token in forced:
+            self.stepper.step(token)
+        ends = self.stepper.ends() if ignore_ends else []
         found = []
         for _ in range(n):
             logits = self.stepper.logits()
+            if ends:
+                logits = logits.copy()
+                logits[ends] = -np.inf
             second, first = np.partition(logits, -2)[-2:]
             found.append((int(logits.argmax()), float(first - second)))
             self.stepper.step(found[-1][0])

@@ -117,7 +117,8 @@ def count_cell(row: Row) -> str:
         low, high = min(counts, default=0), max(counts, default=0)
         return f"{high}" if low == high else f"{low}-{high}"
 
-    rounds = f" in {span([len(b) for b in row.blocks.values()])}" if row.blocks else ""
+    several = any(n > 1 for counts in row.blocks.values() for n in counts)
+    rounds = f" in {span([len(b) for b in row.blocks.values()])}" if several else ""
     return span([len(x) for x in row.samples.values()]) + rounds
 
 

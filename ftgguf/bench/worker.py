@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftgguf.bench.plan import SpeedTest, Tokens
@@ -48,8 +48,8 @@ class Worker:
     def run(self, test: list[int], tokens: list[list[int]]) -> Json:
         return {"ns": self._loaded.run(SpeedTest(*test), Tokens(*tokens))}
 
-    def greedy(self, prompt: list[int], n: int) -> Json:
-        return {"tokens": self._loaded.greedy(prompt, n)}
+    def greedy(self, prompt: list[int], n: int, forced: Sequence[int] = (), ignore_ends: bool = False) -> Json:
+        return {"tokens": self._loaded.greedy(prompt, n, forced, ignore_ends=ignore_ends)}
 
     def tokenize(self, text: str) -> Json:
         return {"tokens": self._loaded.stepper.tokenize(text)}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from ftgguf.bench import table
+from ftgguf.bench.child import ChildError
 from ftgguf.bench.client import Dialect, Target
 from ftgguf.bench.contenders import Contender, Running, peer_flags
 from ftgguf.bench.options import parse
@@ -25,6 +27,7 @@ from ftgguf.bench.report import (
     Report,
 )
 from ftgguf.bench.servers import Server, ServerError
+from ftgguf.bench.witness import Builds, NotInstalled
 from ftgguf.bench.workloads import Plan, Source, TextSource, make_plan
 
 from .stub_server import Script, stub
@@ -40,8 +43,12 @@ def run(
     limit: str = "1000",
     other: Script | None = None,
     report: Report | None = None,
+    builds: Builds | None = None,
+    up_now: set[str] | None = None,
 ) -> Report:
-    """A comparison of stubs; the first is ours. The peers speak `dialect`; `other` is the peer's other backend."""
+    """A comparison of stubs; the first is ours. The peers speak `dialect`; `other` is the peer's other backend,
+    `builds` other builds of its library; `up_now` holds the sides that are up at any moment."""
+    alive = up_now if up_now is not None else set()
     options = parse(["--against", "llama.cpp", "-r", str(rounds), "--limit", limit])
     options.workloads = ("pp", "tg", "depth", "suffix", "streams")
     report = report or Report("test", "test")
@@ -52,7 +59,11 @@ def run(
 
             @contextmanager
             def up() -> Iterator[Running]:
-                yield Running(target)
+                alive.add(name)
+                try:
+                    yield Running(target)
+                finally:
+                    alive.discard(name)
 
             return Contender(Contestant(name, ours=ours), up)
 
@@ -60,7 +71,7 @@ def run(
             contender(name, script, dialect if i else "native", not i) for i, (name, script) in enumerate(sides.items())
         ]
         extra = contender("other", other, "native", False) if other is not None else None
-        HttpDuel(report, options, contenders, Source(100), dialect != "native", other=extra).run(PLAN)
+        HttpDuel(report, options, contenders, Source(100), dialect != "native", other=extra, builds=builds).run(PLAN)
     return report
 
 
@@ -138,6 +149,99 @@ def test_what_the_peers_other_backend_says_is_asked_where_outputs_differ() -> No
     unasked = Script()
     run({"ours": Script(), "peer": Script()}, rounds=1, other=unasked)
     assert unasked.seen == []
+
+
+class FakeBuilds:
+    """Builds of llama.cpp that say `tokens[layout]` wherever they are asked, `gap` before the next; those without a
+    token fail to load. Notes what was asked, and which sides were up then."""
+
+    def __init__(self, gap: float = 1.0, **tokens: int) -> None:
+        self.gap, self.tokens = gap, tokens
+        self.up_now: set[str] = set()
+        self.asked: list[tuple[str, list[int], list[int]]] = []
+        self.up_then: list[set[str]] = []
+        self.loaded = ""
+
+    def load(self, layout: str) -> str:
+        self.up_then.append(set(self.up_now))
+        if layout not in self.tokens:
+            raise NotInstalled("none is here") if not self.tokens else ChildError("it was killed")
+        self.loaded = layout
+        return f"libllama 9, {layout} weights, instruction sets avx512"
+
+    def next_token(self, prompt: Sequence[int], forced: Sequence[int]) -> tuple[int, float]:
+        self.asked.append((self.loaded, list(prompt), list(forced)))
+        return self.tokens[self.loaded], self.gap
+
+    def end(self) -> None:
+        self.loaded = ""
+
+
+def parted(builds: FakeBuilds, rounds: int = 1) -> Report:
+    """Ours says 7 everywhere, the peer and its other layout say so twice and then 8, both a nat before the next."""
+    peer = {"peer": Script(token=lambda n, i: 7 if i < 2 else 8), "peer plain": Script(token=lambda n, i: 7 + (i >= 2))}
+    sides = {"ours": Script(token=lambda n, i: 7), **peer}
+    return run(sides, rounds=rounds, builds=builds, up_now=builds.up_now)
+
+
+def test_no_fault_where_another_build_of_llama_cpp_says_our_token() -> None:
+    """It is asked at that very place, once for both layouts of the peer, while no side is up."""
+    builds = FakeBuilds(plain=7)
+    report = parted(builds, rounds=2)
+    assert report.status == OK, report.troubles
+    assert report.outputs.noise == 0.05
+    assert len(report.outputs.divergences) == 16
+    text = table.render(report)
+    assert text.count("libllama with plain weights, llama.cpp too, says 7 there as ours does") == 16
+    assert "not measured: libllama 9, plain weights, instruction sets avx512" in text
+    assert report.ratio(report.rows[0], report.peers[0]) is not None
+    assert [(layout, forced) for layout, _, forced in builds.asked] == [("plain", [7, 7])] * 8
+    assert builds.up_then == [set()]
+    assert builds.loaded == ""
+
+
+def test_a_fault_stays_where_other_builds_agree_with_the_peer() -> None:
+    """And ours does not, however much these builds differ from each other elsewhere."""
+    builds = FakeBuilds(plain=8, repacked=8)
+    report = parted(builds)
+    assert report.status == OUTPUTS_DIFFER
+    assert len(report.outputs.faults()) == 16
+    assert {layout for layout, *_ in builds.asked} == {"plain", "repacked"}
+    assert "says 8 at token 2 of prompt 0, peer 8, ours 7: this explains nothing" in " ".join(report.notes)
+    assert report.ratio(report.rows[0], report.peers[0]) is None
+
+
+def test_the_second_layout_is_asked_where_the_first_explains_nothing() -> None:
+    report = parted(FakeBuilds(plain=8, repacked=7))
+    assert report.status == OK
+    assert {d.settled[:30] for d in report.outputs.divergences} == {"libllama with repacked weights"[:30]}
+
+
+def test_a_third_token_explains_as_much_as_it_parts_by() -> None:
+    """The peer was a nat before its next token, and the other build says neither: llama.cpp's builds differ by that
+    there. But where ours was surer than both of them it is no excuse."""
+    assert parted(FakeBuilds(plain=9)).status == OK
+    builds = FakeBuilds(plain=9, repacked=9, gap=0.1)
+    sides = {"ours": Script(token=lambda n, i: 7, gap=3.0), "peer": Script(token=lambda n, i: 8, gap=0.2)}
+    assert run(sides, rounds=1, builds=builds).status == OUTPUTS_DIFFER
+
+
+def test_without_another_build_the_fault_stays_and_the_cure_is_named() -> None:
+    report = parted(FakeBuilds())
+    assert report.status == OUTPUTS_DIFFER
+    assert [n for n in report.notes if "to tell noise from faults" in n] == [
+        "no other build of llama.cpp was asked where outputs part, to tell noise from faults: none is here"
+    ]
+    dying = parted(FakeBuilds(repacked=8))
+    assert dying.status == OUTPUTS_DIFFER
+    assert "libllama with plain weights, to tell noise from faults: it was killed" in dying.notes
+
+
+def test_nobody_is_asked_where_outputs_agree() -> None:
+    builds = FakeBuilds(plain=7)
+    assert run({"ours": Script(), "peer": Script()}, rounds=1, builds=builds).status == OK
+    assert builds.up_then == []
+    assert builds.asked == []
 
 
 def test_other_token_ids_are_stated() -> None:
