@@ -54,6 +54,8 @@ class Answer:
     counted: bool = True
     ended: bool = False
     """The server said that this is all."""
+    reason: str = ""
+    """Why it ended, in the server's word."""
     server: dict[str, float] = field(default_factory=dict)
     """The server's own `timings`, for a cross-check."""
 
@@ -164,7 +166,7 @@ class Target:
         answer = Answer()
         read = {"native": _read_native, "openai": _read_openai, "ollama": _read_ollama}[self.dialect]
         payload = json.dumps(body).encode()
-        started = time.perf_counter()
+        started = at = time.perf_counter()
         try:
             for at, document in self._lines(path, payload):
                 if document is _DONE:
@@ -178,7 +180,11 @@ class Target:
         if not answer.ended:
             raise RequestFailed(f"{path}: the stream broke off after {len(answer.arrivals)} tokens")
         if not answer.arrivals:
-            raise RequestFailed(f"{path}: the answer holds no token")
+            # generated tokens that end in the middle of a character, or have no text, are not sent before the end
+            answer.arrivals = [at - started] * answer.n_gen
+        if not answer.arrivals:
+            why = f" (its reason: {answer.reason})" if answer.reason else ""
+            raise RequestFailed(f"{path}: the server ended its answer without having generated a token{why}")
         if not answer.n_gen:
             answer.n_gen = len(answer.arrivals)
         return answer
@@ -292,9 +298,7 @@ def _read_native(answer: Answer, at: float, document: dict[str, Any]) -> None:
         answer.n_gen = int(document.get("tokens_predicted", len(answer.arrivals)))
         answer.prompt_n = int(document.get("tokens_evaluated", 0))
         answer.cached_n = int(timings.get("cache_n", -1))
-        if not answer.arrivals:
-            # the tokens end in the middle of a character, so that nothing was sent before the end
-            answer.arrivals = [at] * answer.n_gen
+        answer.reason = str(document.get("stop_type") or "")
 
 
 def _gap(entry: dict[str, Any]) -> float:
@@ -311,6 +315,7 @@ def _read_openai(answer: Answer, at: float, document: dict[str, Any]) -> None:
         delta = choice.get("delta") or {}
         text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
         answer.ended = answer.ended or bool(choice.get("finish_reason"))
+        answer.reason = str(choice.get("finish_reason") or answer.reason)
         if text or delta.get("tool_calls"):
             answer.arrivals.append(at)
             answer.pieces.append(text)
@@ -331,6 +336,7 @@ def _read_ollama(answer: Answer, at: float, document: dict[str, Any]) -> None:
         answer.pieces.append(document["response"])
     if document.get("done"):
         answer.ended = True
+        answer.reason = str(document.get("done_reason") or "")
         answer.n_gen = int(document.get("eval_count", 0))
         answer.prompt_n = int(document.get("prompt_eval_count", 0))
         answer.server = {k: document[k] / 1e6 for k in ("prompt_eval_duration", "eval_duration") if k in document}

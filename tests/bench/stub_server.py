@@ -33,6 +33,8 @@ class Script:
     props: dict[str, Any] = field(default_factory=dict)
     meta: dict[str, int] = field(default_factory=dict)
     modelfile: str = ""
+    ends_after: int = -1
+    """End the answer of its own accord after so many tokens, whatever was asked for."""
     fail_after: int = -1
     """Break the stream off after so many tokens."""
     status: int = 200
@@ -111,6 +113,7 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
             time.sleep(script.read_delay if n_prompt > 100 else 0)
             options = body.get("options", {})
             n = body.get("n_predict") or body.get("max_tokens") or options.get("num_predict", 4)
+            n = min(n, script.ends_after) if script.ends_after >= 0 else n
             for i in range(n):
                 if i == script.fail_after:
                     self.connection.shutdown(socket.SHUT_RDWR)
@@ -146,12 +149,13 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
         def _end(self, n_prompt: int, n: int) -> str:
             if self.path == "/completion":
                 end = {"content": "", "tokens": [], "stop": True, "tokens_predicted": n, "tokens_evaluated": n_prompt}
+                end["stop_type"] = "eos" if script.ends_after >= 0 else "limit"
                 return (
                     f"data: {json.dumps(end | {'timings': {'cache_n': n_prompt - 1, 'predicted_per_second': 5.0}})}\n\n"
                 )
             if self.path == "/api/generate":
                 end = {"response": "", "done": True, "eval_count": n, "prompt_eval_count": n_prompt}
-                return json.dumps(end | {"eval_duration": 10**9}) + "\n"
+                return json.dumps(end | {"eval_duration": 10**9, "done_reason": "stop"}) + "\n"
             usage = {"completion_tokens": n, "prompt_tokens": n_prompt, "prompt_tokens_details": {"cached_tokens": 2}}
             return f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
 

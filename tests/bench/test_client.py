@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ftgguf.bench.client import Answer, RequestFailed, Target, identify, together
+from ftgguf.bench.client import Answer, Dialect, RequestFailed, Target, identify, together
 
 from .stub_server import Script, stub
 
@@ -56,6 +56,23 @@ def test_failures_say_what_happened(script: Script, words: str) -> None:
     """Refusal, a stream that breaks off, no answer, and one that trickles on past the limit."""
     with stub(script) as url, pytest.raises(RequestFailed, match=words):
         Target(url, "native", timeout=0.5).complete([1], 8)
+
+
+@pytest.mark.parametrize("dialect", ["native", "openai", "ollama"])
+def test_a_token_without_text_arrives_with_the_end(dialect: Dialect) -> None:
+    """An only token that ends in the middle of a character: llama-server sends no text for it (process_token of its
+    server-context.cpp), and its count with the end. That is no answer without a token."""
+    with stub(Script(held_back=frozenset({0}), delay=0.05)) as url:
+        answer = Target(url, dialect, "stub").complete([1, 2] if dialect == "native" else "a b", 1)
+    assert (answer.n_gen, len(answer.arrivals), answer.text) == (1, 1, "")
+    assert 0.05 <= answer.ttft <= answer.total
+
+
+@pytest.mark.parametrize(("dialect", "reason"), [("native", "eos"), ("openai", ""), ("ollama", "stop")])
+def test_an_answer_without_a_token_says_why(dialect: Dialect, reason: str) -> None:
+    words = "the server ended its answer without having generated a token" + (f" .its reason: {reason}" * bool(reason))
+    with stub(Script(ends_after=0)) as url, pytest.raises(RequestFailed, match=words):
+        Target(url, dialect, "stub").complete([1, 2] if dialect == "native" else "a b", 4)
 
 
 def test_nobody_there() -> None:
