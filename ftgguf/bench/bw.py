@@ -125,7 +125,7 @@ def fill_report(report: Report, measured: dict[str, Measured], gpu: bool) -> Non
     report.plots.append(Plot("Expert data by path", "", "GB/s", lines, text, list(measured)))
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(prog="ftgguf bench bw", description=__doc__)
     parser.add_argument("-m", "--model", required=True, help="a file or name of a model with routed experts")
@@ -133,12 +133,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
     parser.add_argument("--no-store", action="store_true", help="do not store the profile")
     add_output_flags(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def main(argv: list[str]) -> int:
     """Entry point; returns the exit status."""
-    options = parse(argv)
+    options = build_parser().parse_args(argv)
     try:
         import torch
     except ImportError:

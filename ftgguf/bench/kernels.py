@@ -1,4 +1,4 @@
-"""`python -m ftgguf.bench.kernels`: how fast each kernel is on this GPU, against what the hardware can do.
+"""`ftgguf bench kernels`: how fast each kernel is on this GPU, against what the hardware can do.
 
 Products with one row are bound by reading the weights, so they are given in GB/s of weight bytes beside the measured
 device copy (bytes read plus bytes written); tiles in TFLOP/s beside a bfloat16 matrix product. Every time is the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import torch
@@ -193,8 +194,9 @@ def _compile(job: tuple[int, str, list[Type], bool]) -> None:
         step_rows(timer)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="ftgguf bench kernels", description=__doc__)
     parser.add_argument(
         "--sweep",
         nargs="*",
@@ -202,13 +204,27 @@ def main() -> None:
         choices=["gemv", "experts", "tiles", "expert tiles"],
         help="sections in which several configurations are tried for each kernel",
     )
-    parser.add_argument("--types", nargs="*", default=[t.name for t in FORMATS], help="weight types to measure")
-    parser.add_argument("--json", help="write the numbers to this file too")
-    parser.add_argument("--workers", type=int, default=0, help="compile in this many processes first")
-    args = parser.parse_args()
+    names = [t.name for t in FORMATS]
+    parser.add_argument(
+        "--types",
+        nargs="+",
+        default=names,
+        choices=names,
+        metavar="TYPE",
+        help=f"weight types to measure (default: all of {', '.join(names)})",
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to this file too")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="compile in this many processes first")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
     types = [Type[t] for t in args.types]
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device: the kernel benchmark needs one (torch.cuda.is_available() is false)")
+        print("ftgguf bench kernels: no CUDA device here to measure kernels on: see ftgguf doctor", file=sys.stderr)
+        return 1
     if args.workers:
         major, minor = torch.cuda.get_device_capability()
         capability = major * 10 + minor
@@ -235,7 +251,8 @@ def main() -> None:
         for name, row in rows.items():
             shown = {k: v for k, v in row.items() if not k.endswith("all")} if isinstance(row, dict) else row
             print(f"  {name:36s} {shown}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

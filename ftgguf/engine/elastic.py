@@ -4,6 +4,9 @@
 the cells are copied to tensors of the new size (`CudaExecutor.resize_cells`), and the page pool learns its new limit.
 What requests and the prefix tree hold stays where it is, except that before KV shrinks the tree's pages beyond the new
 end move below it. Nothing is loaded again; decode's graphs are captured again, because they hold the cells' addresses.
+
+A pass that finds no memory borrows from the experts (`lend`). They have it back when no pass has asked for more for a
+while, the longer the oftener it was asked for.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ftgguf.experts.boundary import Boundary, Budget, Move
+from ftgguf.experts.boundary import IDLE_SECONDS, Boundary, Budget, Move
 from ftgguf.kv.pages import cells_of
 from ftgguf.nouns import PAGE
 
 if TYPE_CHECKING:
     from ftgguf.engine.cache import KvCache
     from ftgguf.engine.cuda_executor import CudaExecutor
+    from ftgguf.engine.device_memory import DeviceMemory
     from ftgguf.experts.store import CachedStore
 
 log = logging.getLogger(__name__)
+
+MOST_PATIENCE = 3600.0
+"""Seconds that what was lent stays lent at most."""
 
 
 class Elastic:
@@ -40,7 +47,7 @@ class Elastic:
                 kv=kv,
                 experts=store.budget,
                 kv_floor=kv,
-                experts_floor=2 * store.ring.half,
+                experts_floor=min(2 * store.ring.half, store.budget),
                 kv_most=executor.n_cells * self.cell_bytes,
             )
         )
@@ -49,6 +56,11 @@ class Elastic:
         self.seconds = 0.0
         self.refused = ""
         """Why the last move that was wanted did not happen."""
+        self.lent = 0
+        """Bytes of the experts that passes have for their workspace."""
+        self.returns = 0
+        self._lent_at = 0.0
+        self._patience = IDLE_SECONDS
 
     def attach(self, cache: KvCache) -> None:
         """Use `cache`'s pool, which has the numbers of all cells, as far as there is memory."""
@@ -65,20 +77,49 @@ class Elastic:
         return move is not None and self._apply(move)
 
     def look(self) -> None:
-        """A request is about to begin: give back what KV has not needed for long."""
+        """A request is about to begin: give back what KV has not needed for long, and what passes have not."""
         assert self.cache is not None
+        if self.lent and self.clock() - self._lent_at >= self._patience:
+            self._take_back()
         move = self.boundary.poll(self._bytes(self.cache.pool.n_used), self.clock())
         if move is not None:
             self._apply(move)
 
     def resize(self, experts: int) -> dict[str, int]:
-        """Another size of the expert cache, from outside; KV stays as it is. Raises what CachedStore.resize raises."""
+        """Another size of the expert cache, from outside; KV stays as it is, and nothing is lent any more. Raises what
+        CachedStore.resize raises."""
         done = self.store.resize(experts)
-        b = self.boundary.budget
-        self.boundary = Boundary(
-            Budget(b.kv + experts, b.kv, experts, min(b.kv_floor, b.kv), min(b.experts_floor, experts), b.kv_most)
-        )
+        self._bound(experts)
+        self.lent, self._patience = 0, IDLE_SECONDS
         return done
+
+    def lend(self, nbytes: int) -> None:
+        """A pass found no memory: it may have `nbytes` of the experts'. They come back to them when no pass has asked
+        for IDLE_SECONDS, at the next request's beginning; twice as long after each time that they were wanted again.
+        Raises what CachedStore.resize raises."""
+        self.store.resize(self.store.budget - nbytes)
+        self._bound(self.store.budget)
+        if not self.lent and self.returns:
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self.lent += nbytes
+        self._lent_at = self.clock()
+
+    def _take_back(self) -> None:
+        """The experts have again what was lent, if it is free."""
+        self._lent_at = self.clock()  # the next try, if this one fails
+        if not has_room(self.store.memory, self.lent):
+            self._refuse(f"{self.lent >> 20} MiB that a pass took from the experts are still in use")
+            return
+        self.store.resize(self.store.budget + self.lent)
+        self._bound(self.store.budget)
+        log.info("the expert cache has %d MiB back that a pass had taken", self.lent >> 20)
+        self.lent, self.refused = 0, ""
+        self.returns += 1
+
+    def _bound(self, experts: int) -> None:
+        """A boundary for another size of the expert cache."""
+        b, least = self.boundary.budget, min(2 * self.store.ring.half, experts)
+        self.boundary = Boundary(Budget(b.kv + experts, b.kv, experts, min(b.kv_floor, b.kv), least, b.kv_most))
 
     @property
     def absent_bytes(self) -> int:
@@ -95,6 +136,8 @@ class Elastic:
             "moves": self.moves,
             "seconds": self.seconds,
             "refused": self.refused,
+            "lent_bytes": self.lent,
+            "returns": self.returns,
         }
 
     # ------------------------------------------------------------------------------------------------- a move
@@ -172,3 +215,18 @@ class Elastic:
         for node in nodes:
             node.pages[:] = [renamed.get(p, p) for p in node.pages]
         return True
+
+
+def has_room(memory: DeviceMemory, nbytes: int) -> bool:
+    """Whether `nbytes` can be had now, by the budget and by the device itself: they are taken and given back, so that a
+    cache that grows does not fail half way."""
+    import torch
+
+    purpose = "what passes gave back"
+    try:
+        memory.tensor(purpose, (nbytes,), torch.uint8)
+    except MemoryError:
+        return False
+    finally:
+        memory.held.pop(purpose, None)
+    return True

@@ -98,7 +98,7 @@ def load_gpu(
         gpu, notes = gpu_segment(config, gguf, numbers, found, chosen, memory, progress, store, cells)
         if cached is not None:
             gpu.expert_room = cached.least
-        if store is not None and cached is not None and cached.elastic:
+        if store is not None:  # also where every cell has memory from the start: passes borrow from the experts
             gpu.elastic = Elastic(gpu, store)
         if config.placement.record_routing:
             record(config.placement.record_routing, gpu)

@@ -24,7 +24,7 @@ from ftgguf.engine import messages as m  # noqa: E402
 from ftgguf.engine.cache import KvCache  # noqa: E402
 from ftgguf.engine.cuda_cells import CudaCells  # noqa: E402
 from ftgguf.engine.device_memory import DeviceMemory  # noqa: E402
-from ftgguf.engine.elastic import Elastic  # noqa: E402
+from ftgguf.engine.elastic import Elastic, has_room  # noqa: E402
 from ftgguf.engine.request import Sequence  # noqa: E402
 from ftgguf.experts import arena, boundary  # noqa: E402
 from ftgguf.experts.residency import check  # noqa: E402
@@ -161,6 +161,70 @@ def test_the_tree_keeps_its_cells_through_every_move(steps: list[tuple[int, int,
         boundary.GRANULE = granule
 
 
+class Lender(Numbers):
+    """With a device's memory that is counted: `held` by passes besides cells and experts."""
+
+    def __init__(self, most: int, now: int, total: int) -> None:
+        super().__init__(most, now)
+        self.memory = DeviceMemory(torch.device("cpu"), total)
+        self.memory.held["experts"] = self.budget
+
+    def resize(self, budget: int) -> dict[str, int]:
+        assert self.memory.left is not None
+        assert budget - self.budget <= self.memory.left
+        self.memory.held["experts"] = budget
+        return super().resize(budget)
+
+
+def test_what_a_pass_borrowed_comes_back() -> None:
+    """By hand: lent at once; back at a request's beginning after an idle minute, not before; twice as long once it was
+    wanted again; not while something else has it; and not after a size from outside."""
+    now, fake = [0.0], Lender(4 * PAGE, 4 * PAGE, 110 * PAGE)
+    fake.elastic = elastic = Elastic(fake, fake, lambda: now[0])  # type: ignore[arg-type]
+    cache = KvCache(fake)  # type: ignore[arg-type]
+
+    def begun(at: float) -> int:
+        now[0] = at
+        s = Sequence(m.Generate(id=1, prompt=(1, 2, 3)), 1, -1)
+        assert cache.begin(s, cache.match(s), 0)
+        cache.release(s)
+        b = elastic.boundary.budget
+        assert (b.experts, b.total) == (fake.budget, fake.budget + 4 * PAGE)
+        return fake.budget // PAGE
+
+    elastic.lend(20 * PAGE)
+    elastic.lend(10 * PAGE)
+    assert elastic.status()["lent_bytes"] == 30 * PAGE
+    assert [begun(59), begun(60), begun(61)] == [70, 100, 100]
+    assert (elastic.lent, elastic.returns) == (0, 1)
+    elastic.lend(20 * PAGE)
+    assert [begun(180), begun(181)] == [80, 100]
+    elastic.lend(20 * PAGE)
+    fake.memory.held["workspace"] = 25 * PAGE
+    assert begun(181 + 240) == 80
+    assert "still in use" in elastic.refused
+    fake.memory.held["workspace"] = 0
+    assert [begun(181 + 479), begun(181 + 480)] == [80, 100]
+    assert elastic.refused == ""
+    elastic.lend(20 * PAGE)
+    elastic.resize(50 * PAGE)
+    assert [begun(10_000), elastic.lent] == [50, 0]
+
+
+def test_the_device_itself_is_asked_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget has room and the device has not (another program's, or a pass's own that was not given back)."""
+    memory = DeviceMemory(torch.device("cpu"), 1000)
+    assert has_room(memory, 1000)
+    assert not has_room(memory, 1001)
+
+    def full(*shape: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    assert not has_room(memory, 10)
+    assert memory.used == 0
+
+
 class Requests:
     """Sequences on a cache by hand: a prompt in one pass, then what the tree keeps."""
 
@@ -242,6 +306,34 @@ def test_kv_takes_from_the_experts_and_gives_back(path: Path, monkeypatch: pytes
     done = executor.elastic.resize(2 * store.ring.half)
     assert done["slots"] == 0
     same([*shared, 12], PAGE + 5)
+    store.close()
+
+
+@pytest.mark.slow
+def test_slots_that_a_pass_borrowed_are_used_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits stay those of an executor that has every expert, before, without and with them again; as many slots as at
+    the start."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
+    now = [0.0]
+    executor: Any = load_cached(path, DEVICE, 12, n_cells=4 * PAGE, max_rows=2 * PAGE)
+    store: Any = executor.store
+    executor.elastic = elastic = Elastic(executor, store, lambda: now[0])
+    requests, plain = Requests(executor), Requests(load_cached(path, DEVICE, None, n_cells=4 * PAGE, max_rows=2 * PAGE))
+    prompt = [int(t) for t in np.random.default_rng(2).integers(3, 300, PAGE + 3)]
+
+    def same() -> int:
+        want, got = (each.run(prompt, keep=False)[0] for each in (plain, requests))
+        assert float(((got - want) ** 2).sum() / (want**2).sum()) < 1e-3
+        store.device_state.store(store.state)
+        check(store.state)
+        return sum(store.arena.plan.counts())
+
+    slots = same()
+    elastic.lend(store.abandon())
+    assert same() < slots
+    now[0] += 61
+    assert same() == slots
+    assert (elastic.lent, elastic.returns) == (0, 1)
     store.close()
 
 
