@@ -4,6 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstring>
 #include <limits>
@@ -137,10 +140,25 @@ size_t Weights::packed_size() const {
     return total;
 }
 
+// Huge pages for memory that nobody has touched yet. A thread reads 13 GB/s from them and 8 from small ones, which have
+// an address to look up every 4 KB.
+static void ask_for_huge_pages(ggml_backend_buffer_t buffer) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t base = reinterpret_cast<uintptr_t>(ggml_backend_buffer_get_base(buffer));
+    const uintptr_t start = (base + page - 1) / page * page, end = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
+    // A refusal (a kernel without them) leaves everything as it was.
+    if (start < end) madvise(reinterpret_cast<void *>(start), end - start, MADV_HUGEPAGE);
+#else
+    (void) buffer;
+#endif
+}
+
 void Weights::allocate_packed() {
     if (!ggml_get_first_tensor(packed_ctx)) return;
     auto buffer = ggml_backend_alloc_ctx_tensors_from_buft(packed_ctx, backend.repack_type());
     if (!buffer) throw std::bad_alloc();
+    ask_for_huge_pages(buffer);
     ggml_backend_buffer_set_usage(buffer, GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     buffers.push_back(buffer);
 }

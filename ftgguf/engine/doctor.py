@@ -43,7 +43,8 @@ def report() -> tuple[list[Row], list[str], list[str]]:
     _software(rows, problems)
     _cpu(rows)
     _memory(rows, problems)
-    return rows, problems, lock_hints(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(devices.list_devices()))
+    locked = lock_hints(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], bool(devices.list_devices()))
+    return rows, problems, locked + huge_page_hints(_huge_pages())
 
 
 def _gpu(rows: list[Row], problems: list[str]) -> None:
@@ -113,6 +114,7 @@ def _memory(rows: list[Row], problems: list[str]) -> None:
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     endless = soft == resource.RLIM_INFINITY
     bound = ", which does not bind this process: it has CAP_IPC_LOCK" if _may_lock() else ""
+    rows.append(("huge pages", _huge_pages() or "not available"))
     rows.append(("locked memory", "no limit" if endless else f"{soft / GIB:.2f} GiB (ulimit -l){bound}"))
     if "microsoft" in platform.release().lower():
         problems.append("WSL: about half of the memory can be page-locked; larger expert pools are partly pinned")
@@ -136,6 +138,25 @@ def lock_hints(limit: int, gpu: bool) -> list[str]:
         ]
     return [
         f"locked memory is limited to {size}: --mlock, and a GPU's expert pool if there were one, may need more: {cure}"
+    ]
+
+
+def _huge_pages() -> str:
+    """The system's choice for transparent huge pages, which the engine asks for with madvise; "" where it has none."""
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return ""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def huge_page_hints(chosen: str) -> list[str]:
+    """What the system's choice means for weights in memory."""
+    if chosen != "never":
+        return []
+    return [
+        "transparent huge pages are switched off: the CPU reads weights up to a third slower. Cure: echo madvise | "
+        "sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     ]
 
 

@@ -120,6 +120,8 @@ class BankReport:
 
     bytes: int = 0
     pinned: int = 0
+    huge: int = 0
+    """Bytes on huge pages."""
     read_seconds: float = 0.0
     pin_seconds: float = 0.0
     numa_nodes: int = 1
@@ -133,6 +135,9 @@ class BankReport:
             text += f" read in {self.read_seconds:.1f} s ({rate:.1f} GB/s)"
         if self.pinned or self.pin_seconds:
             text += f", {self.pinned / 1e9:.2f} GB pinned in {self.pin_seconds:.1f} s"
+        if self.read_seconds:
+            share = self.huge / max(self.bytes, 1)
+            text += ", no huge pages (the CPU reads slower)" if share < 0.01 else f", {min(share, 1):.0%} on huge pages"
         if self.numa_nodes > 1:
             text += f", interleaved over {self.numa_nodes} NUMA nodes"
         return "; ".join([text, *self.notes])
@@ -230,6 +235,7 @@ class Bank:
             for fd in files:
                 os.close(fd)
         self.report.read_seconds = time.monotonic() - started
+        self.report.huge = huge_bytes(int(self.memory.ctypes.data))
 
     def _jobs(self, layer: int) -> list[_Job]:
         layout = self.layers[layer].layout
@@ -288,6 +294,23 @@ class Bank:
             pinner.unregister(address)
         self._registered = []
         self.pinned = dict.fromkeys(self.pinned, False)
+
+
+def huge_bytes(address: int) -> int:
+    """Bytes on huge pages of the mapping that `address` lies in; 0 where the system does not say."""
+    inside = False
+    try:
+        with open("/proc/self/smaps") as file:
+            for line in file:
+                first = line.split(maxsplit=1)[0]
+                if not first.endswith(":"):
+                    start, _, end = first.partition("-")
+                    inside = int(start, 16) <= address < int(end, 16)
+                elif inside and first == "AnonHugePages:":
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError):
+        pass
+    return 0
 
 
 def numa_nodes() -> list[int]:

@@ -69,24 +69,9 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
     on_gpu = int(max(0, budget - LLAMA_BASE) / each)
     best: dict[str, float] = {}
 
-    def decode(kept: int) -> bool:
-        rows = llama(
-            options,
-            [
-                "-ncmoe",
-                str(layers - kept),
-                "-p",
-                "0",
-                "-n",
-                "64",
-                "-r",
-                "2",
-                "-t",
-                options.llama_threads,
-                "-lm",
-                "none",
-            ],
-        )
+    def decode(kept: int, load_mode: str = "none") -> bool:
+        how = ["-p", "0", "-n", "64", "-r", "2", "-t", options.llama_threads, "-lm", load_mode]
+        rows = llama(options, ["-ncmoe", str(layers - kept), *how])
         if not rows or rows[0]["vram"] > budget:
             return False
         best["tg"] = max(best.get("tg", 0.0), *(r["avg_ts"] for r in rows))
@@ -99,6 +84,8 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
     else:
         while kept > 0 and not decode(kept - 1):
             kept -= 1
+        kept -= 1
+    decode(kept, "mmap")
     if budget == options.prefill_budget:
         for ubatch, less in ((4096, 9), (8192, 16)):
             kept = max(0, on_gpu - less)
