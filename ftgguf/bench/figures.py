@@ -74,7 +74,8 @@ def _session_speeds(report: Report, name: str) -> list[tuple[float, float]]:
 def _rounds(report: Report) -> Section | None:
     plots = []
     for row in report.rows:
-        if row.metric.startswith("tok/s") and row.paired and max((len(s) for s in row.samples.values()), default=0) > 1:
+        by_round = row.paired and not row.quantiles and row.metric.startswith("tok/s")
+        if by_round and max((len(s) for s in row.samples.values()), default=0) > 1:
             lines = [
                 Line(c.name, [(float(i), v) for i, v in enumerate(row.samples.get(c.name, []), start=1)])
                 for c in report.contestants

@@ -21,6 +21,11 @@ class Item:
     ratio: Ratio
 
 
+def name_of_ours(report: Report) -> str:
+    """Whose ratios they are: a proxy may compare two servers of other makes."""
+    return report.ours.name if report.ours is not None else "ftgguf"
+
+
 def withheld(report: Report) -> str:
     """Why there is no headline although there are two sides; empty where there is one, or nothing to compare."""
     if report.ours is None or not report.peers:
@@ -65,11 +70,12 @@ def tally(report: Report) -> str:
     if not every:
         return ""
     said = [i.ratio.verdict for i in every]
-    words = {"better": "ftgguf better", "worse": "ftgguf worse", "even": "not told apart", "too few": "too few samples"}
+    us = name_of_ours(report)
+    words = {"better": f"{us} better", "worse": f"{us} worse", "even": "not told apart", "too few": "too few samples"}
     counts = [f"{text} in {said.count(verdict)}" for verdict, text in words.items() if verdict in said]  # type: ignore[arg-type]
     ours = report.ours
     lost = [r.workload for r in report.rows if ours is not None and ours.name in r.failures]
-    failed = f"; ftgguf failed at {', '.join(lost)}" if lost else ""
+    failed = f"; {us} failed at {', '.join(lost)}" if lost else ""
     return f"of all {len(every)} rows of figures, each against the best peer there: {', '.join(counts)}{failed}"
 
 
@@ -118,7 +124,7 @@ def headline(report: Report) -> list[str]:
     found = groups(report)
     if found:
         busy = "" if report.quiet else " (the machine was busy with other work: intervals do not cover that)"
-        lines.append(f"ftgguf against the best of its peers, above 1 is better{busy}:")
+        lines.append(f"{name_of_ours(report)} against the best of its peers, above 1 is better{busy}:")
         for title, some in found:
             said = "; ".join(f"{i.row.workload} {ratio_in_words(i.ratio)} of {i.peer.name}" for i in some)
             lines.append(f"  {title}: {said}")

@@ -18,9 +18,9 @@ Cell = str | tuple[str, tuple[str, ...]]
 MANY_ROWS = 40
 """Tables with more rows are folded."""
 
-_LEGEND = """<b>A ratio above 1 means ftgguf is better</b>: speeds are divided, times inverted (of the median where
+_LEGEND = """<b>A ratio above 1 means {} is better</b>: speeds are divided, times inverted (of the median where
 percentiles are shown, as for the time to the first token, TTFT; of the 99th percentile for gaps between tokens, since a
-user feels the longest). The brackets hold a 95 % bootstrap interval: where it lies wholly above 1 ftgguf is better,
+user feels the longest). The brackets hold a 95 % bootstrap interval: where it lies wholly above 1 that side is better,
 wholly below 1 it is worse, and where it holds 1 this measurement cannot tell the two apart. Fewer than three samples of
 a side, or three rounds where a round gives several, give no interval and no verdict; that of three holds the truth only
 about three times in four, that of five nine times in ten. Of twenty rows of two equal sides one would look better or
@@ -79,7 +79,8 @@ def _verdict(report: Report) -> str:
         parts.append(_call(f"The machine was busy with other work ({report.host['other load']}): {meaning}."))
     parts.append(_headline(report))
     if report.ours is not None and report.peers:
-        parts.append(f"<p>{_HOW.get(report.kind.split()[0], '')} {_LEGEND}</p>")
+        who = escape(headline.name_of_ours(report))
+        parts.append(f"<p>{_HOW.get(report.kind.split()[0], '')} {_LEGEND.format(who)}</p>")
     return "".join(parts)
 
 
@@ -152,7 +153,8 @@ def _ratio_plots(report: Report) -> str:
                 name = f"{row.workload}  {row.metric}" + (f" p{row.compared}" if row.compared else "")
                 bars.append(svg.Bar(name, ratio.value, ratio.low, ratio.high))
         if bars:
-            parts.append(f"<figure><h3>Against {escape(peer.name)}</h3>{svg.ratio_bars(bars)}</figure>")
+            image = svg.ratio_bars(bars, headline.name_of_ours(report))
+            parts.append(f"<figure><h3>Against {escape(peer.name)}</h3>{image}</figure>")
     return "<h2>Ratios with their 95 % intervals</h2>" + "".join(parts) if parts else ""
 
 

@@ -73,6 +73,8 @@ class Row(msgspec.Struct):
     blocks: dict[str, list[int]] = {}
     """Where a round gives several samples: how many each round gave, by contestant. They are no independent witnesses
     of a side's speed, so that intervals are formed over rounds. Empty: one sample a round, or request."""
+    unit: str = "rounds"
+    """What blocks are."""
 
     def add(self, name: str, values: list[float]) -> None:
         """Samples that one round gave to the contestant of that name."""
@@ -327,6 +329,7 @@ class Report(msgspec.Struct):
             paired=row.paired and units[0] == units[1],
             blocks=blocks,
         )
+        found = found if blocks is None else found._replace(unit=row.unit)
         return found if math.isfinite(found.value) else None
 
     def failed(self, workload: str, c: Contestant) -> bool:

@@ -50,7 +50,7 @@ def _number(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
-def ratio_bars(bars: Sequence[Bar]) -> str:
+def ratio_bars(bars: Sequence[Bar], ours: str = "ftgguf") -> str:
     """Bars from 1, to the right where ours is better, with the interval as a whisker and both as figures."""
     usable = [b for b in bars if b.low > 0 and math.isfinite(b.high)]
     if not usable:
@@ -66,7 +66,7 @@ def ratio_bars(bars: Sequence[Bar]) -> str:
     height = step * len(usable) + 50
     body = [
         _text(x(1) - 8, 14, "peer is better", "end", 'class="faint"'),
-        _text(x(1) + 8, 14, "ftgguf is better", more='class="faint"'),
+        _text(x(1) + 8, 14, f"{ours} is better", more='class="faint"'),
     ]
     for tick in (0.02, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20, 50):
         if low <= tick <= high:

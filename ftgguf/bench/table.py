@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from ftgguf.bench import figures, outputs
-from ftgguf.bench.headline import headline
+from ftgguf.bench.headline import headline, name_of_ours
 from ftgguf.bench.llama_bench import table
 from ftgguf.bench.report import Contestant, Report, Row, Turn
 from ftgguf.bench.stats import Ratio, deviation, mean, percentile
 from ftgguf.bench.wording import ratio_in_words, value_in_words
 
-READING = """ratios above 1 mean ftgguf is better: speeds divided, times inverted; of p50 where percentiles are shown,
-of p99 for gaps. n: samples, and in how many rounds they were taken. 95 % intervals are over rounds: that of three
-holds the truth only about 3 times in 4, of five 9 in 10; below three there is no verdict. Of twenty rows of two equal
-sides one is `better` or `worse` by chance.
+READING = """is better: speeds divided, times inverted; of p50 where percentiles are shown, of p99 for gaps.
+n: samples, and in how many rounds (or conversations) they were taken; 95 % intervals are over rounds where there are
+any: that of three holds the truth only about 3 times in 4, of five 9 in 10, and below three there is no verdict. Of
+twenty rows of two equal sides one is `better` or `worse` by chance.
 """
 SLOW_S = (10, 60, 120)
 """Turns longer than this are counted: patience, a client's default timeout, a proxy's."""
@@ -136,7 +136,8 @@ def rows_table(report: Report) -> str:
         if compared:
             line += [ratio_cell(report.ratio(row, p)) for p in report.peers]
         lines.append(line)
-    return table(columns, lines, left=("workload", "metric")) + (READING if compared else "")
+    note = f"ratios above 1 mean {name_of_ours(report)} {READING}" if compared else ""
+    return table(columns, lines, left=("workload", "metric")) + note
 
 
 def memory_table(report: Report) -> str:

@@ -71,6 +71,9 @@ class Proxy:
     _queue: asyncio.Queue[tuple[Asked, str, list[tuple[str, str]], bytes]] = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.ledger.mirrored = self.mode == "mirror"
+
     def app(self) -> Starlette:
         """The ASGI application."""
         return Starlette(routes=[Route("/{path:path}", self._handle, methods=METHODS)], lifespan=self._life)
@@ -114,7 +117,7 @@ class Proxy:
             if asked is not None:
                 self.in_flight -= 1
                 meter.end(time.perf_counter() - started)
-                self.ledger.answered(asked, side.contestant, meter, time.perf_counter() - started, error)
+                self.ledger.answered(asked, side.contestant, meter, time.perf_counter() - started, error, started)
                 if self.mode == "mirror" and not self.at_once:
                     self._queue.put_nowait((asked, target, headers, body))
                 self.changed()
@@ -175,7 +178,7 @@ class Proxy:
         finally:
             self.in_flight -= 1
         meter.end(time.perf_counter() - started)
-        self.ledger.answered(asked, self.b.contestant, meter, time.perf_counter() - started, error)
+        self.ledger.answered(asked, self.b.contestant, meter, time.perf_counter() - started, error, started)
         self.changed()
         waiting = self._queue.qsize()
         if waiting and waiting % 10 == 0:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
-from ftgguf.bench.report import Contestant, Report, Turn
+from ftgguf.bench.report import NOT_COMPARABLE, Contestant, Report, Turn
 from ftgguf.bench.tracefile import Message, common, continues
 from ftgguf.proxy.meter import Meter
 
 MAX_SESSIONS = 256
 """Conversations remembered for grouping."""
+Samples = dict[str, float]
+"""By metric: milliseconds, tokens a second."""
 
 
 @dataclass(slots=True)
@@ -37,9 +41,22 @@ class Asked:
     greedy: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Half:
+    """One side's answer to a mirrored request. `prompt_n` is 0 where it cannot be compared."""
+
+    side: Contestant
+    prompt_n: int
+    figures: Samples
+
+
 @dataclass(slots=True)
 class Ledger:
-    """Books of both sides. `a` and `b` are contestants of `report`."""
+    """Books of both sides. `a` and `b` are contestants of `report`.
+
+    Rows, and so ratios, hold what was the same for both: of mirrored requests those that both answered. Where
+    conversations are dealt out instead, each is one sample of its side.
+    """
 
     report: Report
     a: Contestant
@@ -47,6 +64,13 @@ class Ledger:
     conversations: list[Conversation] = field(default_factory=list)
     equal: int = 0
     compared: int = 0
+    mirrored: bool = True
+    _half: dict[tuple[str, int], Half] = field(default_factory=dict)
+    """Mirrored requests that one side has answered."""
+    _dealt: dict[tuple[str, str], dict[str, list[float]]] = field(default_factory=dict)
+    """(metric, contestant) -> conversation -> figures, where conversations are dealt out."""
+    _spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """When each side was at work, by the proxy's clock."""
     _answers: dict[tuple[str, int], str] = field(default_factory=dict)
     _count: int = 0
     _began: float = -1.0
@@ -69,8 +93,12 @@ class Ledger:
         found.turns += 1
         return asked
 
-    def answered(self, asked: Asked, side: Contestant, meter: Meter, total: float, error: str = "") -> None:
-        """A side's answer is complete, or failed with `error`."""
+    def answered(
+        self, asked: Asked, side: Contestant, meter: Meter, total: float, error: str = "", sent: float = -1.0
+    ) -> None:
+        """A side's answer is complete, or failed with `error`; it was asked at `sent` (default: when the proxy was)."""
+        sent = asked.at if sent < 0 else sent
+        self._spans.setdefault(side.name, []).append((sent, sent + total))
         error = error or meter.error
         if not error and meter.first < 0:
             error = "the answer holds no text"
@@ -87,22 +115,52 @@ class Ledger:
             asked.at - c.began,
             asked.kind,
             error,
-            asked.at - self._began,
+            sent - self._began,
         )
         self.report.turns.append(turn)
         if error:
             self.report.turn_failed(side, f"{c.name} turn {asked.turn}: {error}")
             return
-        self._samples(side, meter, total)
+        found = _samples(meter, total)
+        if self.mirrored:
+            counted = 0 if meter.evaluated_only else max(meter.prompt_n, 0)
+            self._pair(asked, Half(side, counted, found))
+        else:
+            self._deal(asked, side, found)
         self._compare(asked, side, meter.text)
 
-    def _samples(self, side: Contestant, meter: Meter, total: float) -> None:
-        for metric, value in (("TTFT ms", meter.first * 1e3), ("request ms", total * 1e3)):
-            row = self.report.row("requests", metric, higher_is_better=False, quantiles=True)
-            row.samples.setdefault(side.name, []).append(value)
-        if meter.n_gen > 1 and meter.last > meter.first:
-            rate = (meter.n_gen - 1) / (meter.last - meter.first)
-            self.report.row("requests", "tok/s", quantiles=True).samples.setdefault(side.name, []).append(rate)
+    def _pair(self, asked: Asked, two: Half) -> None:
+        """Rows get a mirrored request once both have answered it."""
+        key = (asked.conversation.name, asked.turn)
+        one = self._half.pop(key, None)
+        if one is None or one.side is two.side:
+            self._half[key] = two
+            return
+        if one.prompt_n and two.prompt_n and one.prompt_n != two.prompt_n:
+            self._other_prompt(asked, one, two)
+        for name in [n for n in two.figures if n in one.figures]:
+            row = self.report.row("requests", name, higher_is_better=name == "tok/s", paired=True, quantiles=True)
+            for half in (one, two):
+                row.samples.setdefault(half.side.name, []).append(half.figures[name])
+
+    def _other_prompt(self, asked: Asked, one: Half, two: Half) -> None:
+        """The sides counted other numbers of tokens of the same request: they do not do the same work. Said once."""
+        peer = two.side if one.side.ours else one.side
+        if not peer.unlike:
+            peer.unlike = "it makes other tokens of the same requests: its chat template or tokeniser is another"
+            text = f"{asked.conversation.name} turn {asked.turn} has {one.prompt_n} tokens for {one.side.name} and "
+            text += f"{two.prompt_n} for {two.side.name}: their templates or tokenisers differ, no ratio is given"
+            self.report.trouble(NOT_COMPARABLE, text)
+
+    def _deal(self, asked: Asked, side: Contestant, found: Samples) -> None:
+        """Rows get the figures conversation by conversation: turns of one are no independent witnesses."""
+        for name, value in found.items():
+            by_conversation = self._dealt.setdefault((name, side.name), {})
+            by_conversation.setdefault(asked.conversation.name, []).append(value)
+            row = self.report.row("requests", name, higher_is_better=name == "tok/s", quantiles=True)
+            row.samples[side.name] = [x for values in by_conversation.values() for x in values]
+            row.blocks[side.name] = [len(values) for values in by_conversation.values()]
+            row.unit = "conversations"
 
     def _compare(self, asked: Asked, side: Contestant, text: str) -> None:
         """Texts of greedy requests that both sides answered."""
@@ -118,11 +176,36 @@ class Ledger:
 
     def finish(self) -> Report:
         """The report with its closing notes; may be called again later."""
-        kept = [n for n in self.report.notes if not n.startswith("greedy requests")]
+        kept = [n for n in self.report.notes if not n.startswith(("greedy requests", "requests that", "answers that"))]
         if self.compared:
             kept.append(f"greedy requests answered by both: {self.compared}, with equal texts: {self.equal}")
+        if self._half:
+            kept.append(f"requests that one side alone has answered, in no row and no ratio: {len(self._half)}")
+        together = self._overlaps()
+        if together:
+            kept.append(
+                f"answers that {self.a.name} gave while {self.b.name} was at work, which slows both if they share a "
+                f"machine: {together} of {len(self._spans[self.a.name])}"
+            )
         self.report.notes = kept
         return self.report
+
+    def _overlaps(self) -> int:
+        """Answers of A that were under way while one of B was."""
+        theirs = sorted(self._spans.get(self.b.name, []))
+        starts, latest = [x for x, _ in theirs], list(accumulate((y for _, y in theirs), max))
+        found = 0
+        for begin, end in self._spans.get(self.a.name, []):
+            before = bisect_left(starts, end)  # those that began before this one ended
+            found += before > 0 and latest[before - 1] > begin
+        return found
+
+
+def _samples(meter: Meter, total: float) -> Samples:
+    found = {"TTFT ms": meter.first * 1e3, "request ms": total * 1e3}
+    if meter.n_gen > 1 and meter.last > meter.first:
+        found["tok/s"] = (meter.n_gen - 1) / (meter.last - meter.first)
+    return found
 
 
 def _messages(body: dict[str, Any]) -> list[Message]:

@@ -16,12 +16,12 @@ import uvicorn
 from ftgguf.bench import host
 from ftgguf.bench.cache_watch import CacheWatch
 from ftgguf.bench.client import Target
-from ftgguf.bench.identity import figures
 from ftgguf.bench.publish import add_output_flags, publish, save
 from ftgguf.bench.recording import command_line
-from ftgguf.bench.report import NOT_COMPARABLE, Contestant, Report
+from ftgguf.bench.report import Contestant, Report
 from ftgguf.proxy.app import Proxy, Side
 from ftgguf.proxy.ledger import Ledger, say
+from ftgguf.proxy.sameness import compare_models
 
 SAVE_S = 1.0
 """Seconds from a measured answer to the writing of the report, if nothing is under way then."""
@@ -47,7 +47,10 @@ def main(argv: list[str]) -> int:
     if a.contestant.ours or not b.contestant.ours:
         a.contestant.ours, b.contestant.ours = True, False
     report.contestants = [a.contestant, b.contestant]
-    _same_model(report, a, b)
+    peer = next(c for c in report.contestants if not c.ours)
+    targets = [Target(s.url, "native", api_key=s.api_key, timeout=30) for s in (a, b)]
+    compare_models(report, targets[0], targets[1], peer)
+    report.notes.append("both servers were started by somebody else: flags, budgets and kernels are not known here")
     how = "" if options.mode == "split" else ", at once" if options.at_once else ", B after A"
     report.settings = {
         "mode": options.mode + how,
@@ -112,18 +115,6 @@ def _side(url: str, letter: str, api_key: str, *, first: bool) -> Side:
     ours = "ftgguf" in build
     side = Contestant(f"{letter} {'ftgguf' if ours else url.split('//')[-1]}", ours=ours, build=build, command=url)
     return Side(url, side, api_key, keeps_credentials=first)
-
-
-def _same_model(report: Report, a: Side, b: Side) -> None:
-    """Servers of different models are compared all the same, and the report and the exit status say so."""
-    own, other = (figures(Target(s.url, "native", api_key=s.api_key)) for s in (a, b))
-    known = [k for k in own if k in other]
-    for k in known:
-        if own[k] != other[k]:
-            text = f"the models differ: {k} is {own[k]} at A and {other[k]} at B"
-            report.trouble(NOT_COMPARABLE, text)
-    if not known:
-        report.notes.append("whether both serve the same model cannot be known")
 
 
 class _Server(uvicorn.Server):

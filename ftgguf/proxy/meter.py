@@ -27,6 +27,8 @@ class Meter:
     prompt_n: int = -1
     cached_n: int = -1
     predicted_n: int = -1
+    evaluated_only: bool = False
+    """`prompt_n` may be without what came from a cache: Ollama's count does not say."""
     error: str = ""
     _rest: bytes = b""
     _lines: list[bytes] = field(default_factory=list)
@@ -86,7 +88,11 @@ class Meter:
             details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
             self._set("predicted_n", usage, "completion_tokens", "output_tokens")
             self._set("prompt_n", usage, "prompt_tokens", "input_tokens")
-            self._set("cached_n", usage, "cache_read_input_tokens")
+            if "cache_read_input_tokens" in usage and "input_tokens" in usage:
+                # Anthropic counts what it had, and what it stores, apart
+                self._set("cached_n", usage, "cache_read_input_tokens")
+                created = usage.get("cache_creation_input_tokens")
+                self.prompt_n = self.prompt_n + self.cached_n + (created if isinstance(created, int) else 0)
             self._set("cached_n", details, "cached_tokens")
         if isinstance(timings, dict):
             self._set("predicted_n", timings, "predicted_n")
@@ -95,6 +101,7 @@ class Meter:
                 self.prompt_n = int(timings["prompt_n"]) + max(0, self.cached_n)
         self._set("predicted_n", place, "eval_count")
         self._set("prompt_n", place, "prompt_eval_count")
+        self.evaluated_only = self.evaluated_only or "prompt_eval_count" in place
 
     def _set(self, name: str, place: dict[str, Any], *keys: str) -> None:
         for key in keys:

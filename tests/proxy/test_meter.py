@@ -34,7 +34,7 @@ STREAMS = {
         {"choices": [{"text": "lo"}], "usage": {"completion_tokens": 2, "prompt_tokens": 7}},
     ),
     "anthropic": b"event: message_start\n"
-    + sse({"type": "message_start", "message": {"usage": {"input_tokens": 7, "cache_read_input_tokens": 3}}})
+    + sse({"type": "message_start", "message": {"usage": {"input_tokens": 4, "cache_read_input_tokens": 3}}})
     + sse({"type": "content_block_start", "content_block": {"type": "text", "text": ""}})
     + sse({"type": "content_block_delta", "delta": {"type": "text_delta", "text": "Hel"}})
     + b": ping\n\n"

@@ -17,10 +17,15 @@ import httpx
 import pytest
 import uvicorn
 
-from ftgguf.bench.report import OK, PEER_FAILED, Contestant, Report, from_json
+from ftgguf.bench import html
+from ftgguf.bench.client import Target
+from ftgguf.bench.headline import headline
+from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report, from_json
 from ftgguf.bench.servers import free_port
 from ftgguf.proxy.app import Proxy, Side
-from ftgguf.proxy.ledger import Ledger
+from ftgguf.proxy.ledger import Asked, Ledger
+from ftgguf.proxy.meter import Meter
+from ftgguf.proxy.sameness import compare_models
 from tests.bench.stub_server import Script, stub
 
 
@@ -48,7 +53,7 @@ def running(a: Script, b: Script, **fields: object) -> Iterator[Setting]:
             Side(url, side, keeps_credentials=side.ours)
             for url, side in zip((a_url, b_url), report.contestants, strict=True)
         ]
-        proxy = Proxy(*sides, Ledger(report, *report.contestants), **fields)  # type: ignore[arg-type]
+        proxy = Proxy(*sides, Ledger(report, *report.contestants), **fields)  # type: ignore[arg-type, call-arg]
         port = free_port()
         server = uvicorn.Server(uvicorn.Config(proxy.app(), host="127.0.0.1", port=port, log_level="error"))
         thread = threading.Thread(target=server.run, daemon=True)
@@ -161,6 +166,132 @@ def test_conversations_are_recognised_and_edits_named() -> None:
     assert ask("sys", "a", "q", "r", "s") == ("0", 1, "append")
     assert ask("sys", "a", "changed") == ("0", 2, "edited")
     assert ledger.ask({"prompt": "x"}, 0.0).kind == "first"
+
+
+def greet(s: Setting, *texts: str) -> None:
+    assert httpx.post(s.url + "/v1/chat/completions", json=chat(*texts)).status_code == 200
+
+
+def test_rows_hold_what_both_have_answered() -> None:
+    """B refuses what A answers: no figure of A's stands in a row against others of B's."""
+    with running(Script(), Script(status=500)) as s:
+        greet(s, "hi")
+        s.wait(2)
+    assert s.report.rows == []
+    with running(Script(), Script()) as s:
+        for text in ("hi", "you", "there"):
+            greet(s, text)
+        s.wait(6)
+    assert {name: len(x) for row in s.report.rows for name, x in row.samples.items()} == {"A": 3, "B": 3}
+    assert all(row.paired for row in s.report.rows)
+
+
+def answer(ledger: Ledger, side: Contestant, asked: Asked, prompt_n: int, ttft: float = 1.0, sent: float = 0.0) -> None:
+    meter = Meter(first=ttft, last=ttft + 1, prompt_n=prompt_n, predicted_n=11, events=11, text="x")
+    ledger.answered(asked, side, meter, ttft + 1, sent=sent)
+
+
+def books() -> tuple[Report, Ledger, Contestant, Contestant]:
+    a, b = Contestant("A", ours=True), Contestant("B", ours=False)
+    report = Report("proxy", "t", contestants=[a, b])
+    return report, Ledger(report, a, b), a, b
+
+
+def test_prompts_that_the_sides_count_otherwise_are_not_the_same_work() -> None:
+    """Another template or tokeniser shows in the numbers of tokens of one request; then there is no ratio."""
+    report, ledger, a, b = books()
+    for i, n in enumerate((40, 40, 43, 43)):
+        asked = ledger.ask(chat(f"question {i}"), float(i))
+        answer(ledger, a, asked, 40)
+        answer(ledger, b, asked, n)
+        assert (report.status == OK) == (i < 2)
+        assert (report.ratio(report.rows[0], b) is None) == (i >= 2)
+    assert [t.text for t in report.troubles] == [
+        "conversation 2 turn 0 has 40 tokens for A and 43 for B: their templates or tokenisers differ, "
+        "no ratio is given"
+    ]
+    assert headline(report) == [f"no headline ratio: {report.troubles[0].text}"]
+
+
+def test_half_answered_requests_and_answers_at_the_same_time_are_counted() -> None:
+    _, ledger, a, b = books()
+    for i in range(3):
+        asked = ledger.ask(chat(f"question {i}"), 10.0 * i)
+        answer(ledger, a, asked, 40, sent=10.0 * i)
+        if i < 2:
+            answer(ledger, b, asked, 40, sent=10.0 * i + (9.0 if i else 5.0))  # the second is still at work at 20
+    notes = ledger.finish().notes
+    assert ledger.finish().notes == notes
+    assert "requests that one side alone has answered, in no row and no ratio: 1" in notes
+    assert [n.rsplit(": ", 1)[1] for n in notes if "share a machine" in n] == ["1 of 3"]
+
+
+def test_turns_of_a_conversation_are_one_witness_where_they_are_dealt_out() -> None:
+    """Forty turns of one conversation a side are no verdict, three conversations are."""
+    report, ledger, a, b = books()
+    ledger.mirrored = False
+    talks: dict[int, list[str]] = {i: [f"start {i}"] for i in range(6)}
+    for turn in range(40):
+        for i, texts in talks.items():
+            if turn and i >= 2:
+                continue
+            asked = ledger.ask(chat(*texts), 0.0)
+            side = a if asked.conversation.side == "A" else b
+            answer(ledger, side, asked, 40, ttft=1.0 if side is a else 2.0)
+            texts += ["reply", f"more {turn}"]
+        if not turn:
+            row = report.row("requests", "TTFT ms")
+            ratio = report.ratio(row, b)
+            assert ratio is not None
+            assert (ratio.n, ratio.unit, ratio.verdict) == (3, "conversations", "better")
+    assert row.blocks == {"A": [40, 1, 1], "B": [40, 1, 1]}
+    assert {len(x) for x in row.samples.values()} == {42}
+
+
+META = {"n_params": 10, "size": 20, "n_vocab": 30}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status", "words"),
+    [
+        (Script(meta=META), Script(meta=META), OK, ""),
+        (Script(meta=META), Script(meta=META | {"size": 21}), NOT_COMPARABLE, "size is 20 at A and 21 at B"),
+        (Script(meta=META), Script(meta=META, tokenize=lambda t: [1]), NOT_COMPARABLE, "8 of 8 texts have other"),
+        (Script(meta=META), Script(), OK, "cannot be known, as B does not say its size"),
+        (Script(), Script(native=False), OK, "cannot be known, as neither says its size"),
+    ],
+)
+def test_no_ratio_between_models_that_differ_or_may(a: Script, b: Script, status: int, words: str) -> None:
+    """And the report says why, in the terminal's headline and on the page."""
+    report = Report("proxy", "t", contestants=[Contestant("A x", ours=True), Contestant("B y", ours=False)])
+    with stub(a) as a_url, stub(b) as b_url:
+        compare_models(report, Target(a_url, "native"), Target(b_url, "native"), report.contestants[1])
+    row = report.row("requests", "tok/s", quantiles=True, paired=True)
+    row.samples = {"A x": [10.0, 11.0, 12.0], "B y": [5.0, 5.5, 6.0]}
+    assert report.status == status
+    assert (report.ratio(row, report.contestants[1]) is None) == bool(words)
+    said, page = "\n".join(headline(report)), html.page(report).split("</style>")[1]
+    assert said.startswith("no headline ratio: " if words else "A x against the best of its peers")
+    assert words in said
+    assert words in page
+    assert ('class="tile' in page) == (not words)
+    assert ("A ratio above 1 means A x is better" in page) == ("A x is better" in page)
+
+
+def test_files_on_this_machine_are_compared(tmp_path: Path) -> None:
+    """By name, then by size, then by sha256: files of equal sizes may be other quantisations."""
+    files = [tmp_path / name for name in "abcd"]
+    for file, data in zip(files, (b"1234", b"1234", b"1235", b"12"), strict=True):
+        file.write_bytes(data)
+    found = []
+    for other in files:
+        report, _, _, peer = books()
+        scripts = [Script(props={"model_path": str(f)}) for f in (files[0], other)]
+        with stub(scripts[0]) as a_url, stub(scripts[1]) as b_url:
+            compare_models(report, Target(a_url, "native"), Target(b_url, "native"), peer)
+        found.append((report.status, peer.other_file, [n for n in report.notes if "same file" in n]))
+    alike = (OK, False, ["A and B serve the same file"])
+    assert found == [alike, alike, (NOT_COMPARABLE, True, []), (NOT_COMPARABLE, True, [])]
 
 
 def test_other_paths_go_to_a_alone() -> None:
