@@ -117,6 +117,11 @@ def ahead_all_the_same(report: Report) -> list[str]:
     return lines
 
 
+def _in_words(item: Item) -> str:
+    joint = "than" if item.ratio.verdict in ("better", "worse") else "of"
+    return f"{item.row.workload} {ratio_in_words(item.ratio)} {joint} {item.peer.name}"
+
+
 def headline(report: Report) -> list[str]:
     """All of it as lines of text; empty where nothing is compared."""
     why = withheld(report)
@@ -126,7 +131,6 @@ def headline(report: Report) -> list[str]:
         busy = "" if report.quiet else " (the machine was busy with other work: intervals do not cover that)"
         lines.append(f"{name_of_ours(report)} against the best of its peers, above 1 is better{busy}:")
         for title, some in found:
-            said = "; ".join(f"{i.row.workload} {ratio_in_words(i.ratio)} of {i.peer.name}" for i in some)
-            lines.append(f"  {title}: {said}")
+            lines.append(f"  {title}: {'; '.join(map(_in_words, some))}")
         lines += [f"  {line}" for line in (tally(report), besides(report)) if line]
     return lines + ahead_all_the_same(report)

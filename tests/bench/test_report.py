@@ -64,8 +64,8 @@ def test_headline_is_against_the_best_peer() -> None:
     """B is the better one in prefill, A the only one in decode."""
     said = "\n".join(headline.headline(make_report()))
     assert "reading prompts: pp512 1.25 [1.2" in said
-    assert "better of B" in said
-    assert re.search(r"writing: tg128 0\.50 \[.*\] worse of A", said)
+    assert "better than B" in said
+    assert re.search(r"writing: tg128 0\.50 \[.*\] worse than A", said)
     assert "of all 3 rows of figures, each against the best peer there: ftgguf better in 1, ftgguf worse in 1, " in said
 
 
@@ -83,7 +83,7 @@ def suffixes() -> Report:
 def test_times_to_the_first_token_are_in_the_headline_lost_or_won() -> None:
     report = suffixes()
     (line,) = [x for x in headline.headline(report) if "time to the first token" in x]
-    assert re.search(r"\+1 on 8192 0\.8\d \[.*?\] worse of A; \+16 on 8192 1\.99 \[.*?\] better of A$", line)
+    assert re.search(r"\+1 on 8192 0\.8\d \[.*?\] worse than A; \+16 on 8192 1\.99 \[.*?\] better than A$", line)
     assert line in table.render(report)
     page = html.page(report).split("</style>")[1]
     tiles = re.findall(r'class="tile (\w+)"><small>([^<]*)</small><b>([\d.]+)x</b><i>(\w+)', page)
@@ -297,6 +297,7 @@ def test_one_sample_gives_no_verdict() -> None:
     assert table.ratio_cell(Ratio(0.98, 0.98, 0.98, 1)) == "0.98 (too few samples)"
     assert table.ratio_cell(Ratio(0.98, 0.97, 0.99)) == "0.98 [0.97, 0.99] worse"
     assert table.ratio_cell(Ratio(1.02, 0.97, 1.09)) == "1.02 [0.97, 1.09]"
+    assert table.ratio_cell(Ratio(0.96, 0.90, 0.998)) == "0.96 [0.90, 0.998] worse"
     assert table.ratio_cell(None) == "-"
     assert [Bar("x", 0.9, 0.9, 0.9).colour, Bar("x", 0.9, 0.8, 0.95).colour] == ["--even", "--bad"]
 
