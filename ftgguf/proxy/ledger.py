@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
+from ftgguf.bench.client import BURST_S
 from ftgguf.bench.report import NOT_COMPARABLE, Contestant, Report, Turn
 from ftgguf.bench.tracefile import Message, common, continues
 from ftgguf.proxy.meter import Meter
@@ -203,7 +204,8 @@ class Ledger:
 
 def _samples(meter: Meter, total: float) -> Samples:
     found = {"TTFT ms": meter.first * 1e3, "request ms": total * 1e3}
-    if meter.n_gen > 1 and meter.last > meter.first:
+    # tokens that came all at once were not made in no time
+    if meter.n_gen > 1 and meter.last - meter.first > (meter.n_gen - 1) * BURST_S:
         found["tok/s"] = (meter.n_gen - 1) / (meter.last - meter.first)
     return found
 

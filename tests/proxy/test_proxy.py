@@ -213,6 +213,16 @@ def test_prompts_that_the_sides_count_otherwise_are_not_the_same_work() -> None:
     assert headline(report) == [f"no headline ratio: {report.troubles[0].text}"]
 
 
+def test_tokens_that_came_at_once_are_no_speed() -> None:
+    """Eleven tokens within 0.1 ms: they waited for each other on the way; the times stand."""
+    report, ledger, a, b = books()
+    asked = ledger.ask(chat("hi"), 0.0)
+    for side in (a, b):
+        meter = Meter(first=1.0, last=1.0001, prompt_n=4, predicted_n=11, events=11, text="x")
+        ledger.answered(asked, side, meter, 1.1)
+    assert [row.metric for row in report.rows] == ["TTFT ms", "request ms"]
+
+
 def test_half_answered_requests_and_answers_at_the_same_time_are_counted() -> None:
     _, ledger, a, b = books()
     for i in range(3):
