@@ -32,7 +32,8 @@ def withheld(report: Report) -> str:
         return ""
     reasons = [t.text for t in report.troubles if t.status in (OUTPUTS_DIFFER, NOT_COMPARABLE)]
     reasons += [f"{p.name}: {why}" for p in report.peers if (why := report.no_ratio(p))]
-    return reasons[0] if reasons else ""
+    # the reasons of troubles say what follows from them already
+    return reasons[0].split(": no ratio is given")[0].removesuffix(", no ratio is given") if reasons else ""
 
 
 def items(report: Report) -> list[Item]:
@@ -106,6 +107,8 @@ def ahead_all_the_same(report: Report) -> list[str]:
             continue
         lost = []
         for row in report.rows:
+            if row.metric == "TTFT ms" and not kind(row):
+                continue  # its speed once more
             ratio = report.bare_ratio(row, peer)
             if ratio is None or not (ratio.verdict == "worse" or (ratio.verdict == "too few" and ratio.value < 1)):
                 continue

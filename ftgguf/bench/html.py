@@ -12,7 +12,7 @@ from ftgguf.bench.headline import FIRST_TOKEN, Item
 from ftgguf.bench.report import Plot, Report, Row, Table
 from ftgguf.bench.stats import Ratio
 from ftgguf.bench.style import STYLE
-from ftgguf.bench.wording import in_words
+from ftgguf.bench.wording import in_words, interval_in_words
 
 Cell = str | tuple[str, tuple[str, ...]]
 MANY_ROWS = 40
@@ -88,7 +88,7 @@ def _headline(report: Report) -> str:
     """Tiles by what they are about, gains and losses alike, and how all rows went; or why there are none."""
     parts = []
     why = headline.withheld(report)
-    if why and all(t.text != why for t in report.troubles):  # what is a trouble stands above
+    if why and not any(t.text.startswith(why) for t in report.troubles):  # what is a trouble stands above
         parts.append(_call(f"No headline ratio: {why}.", wrong=True))
     parts += [_call(f"{line}.", wrong=True) for line in headline.ahead_all_the_same(report)]
     found = headline.groups(report)
@@ -110,7 +110,7 @@ _SAID = {
 def _tile(item: Item) -> str:
     ratio = item.ratio
     kind, said = _SAID.get(ratio.verdict, ("even", f"too few {ratio.unit} to judge against"))
-    interval = "" if ratio.verdict == "too few" else f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+    interval = "" if ratio.verdict == "too few" else f" {interval_in_words(ratio.low, ratio.high)}"
     words = in_words(item.row.workload) or item.row.workload
     if headline.kind(item.row) == FIRST_TOKEN:
         words = f"first token: {words}"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ftgguf.bench.report import Plot
+from ftgguf.bench.wording import interval_in_words
 
 COLOURS = ("--ours", "--b", "--c", "--d", "--e", "--f")
 """Variables of the page's style, in the order of the lines."""
@@ -79,7 +80,7 @@ def ratio_bars(bars: Sequence[Bar], ours: str = "ftgguf") -> str:
         body.append(f'<rect {place} fill="var({b.colour})" fill-opacity=".75"/>')
         body.append(_stroke(x(b.low), y + 8, x(b.high), y + 8, 'class="whisker"'))
         body += [_stroke(x(end), y + 3, x(end), y + 13, 'class="whisker"') for end in (b.low, b.high)]
-        interval = f" [{b.low:.2f}, {b.high:.2f}]" if b.low != b.high else ""
+        interval = f" {interval_in_words(b.low, b.high)}" if b.low != b.high else ""
         body += [_text(left - 10, y + 12, b.label, "end"), _text(right + 10, y + 12, f"{b.value:.2f}{interval}")]
     return _svg(WIDE, height, "ratios with their intervals", body)
 

@@ -42,14 +42,15 @@ def value_in_words(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 1000 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.3g}"
 
 
-def _end(x: float) -> str:
-    """An interval's end, which must not look like 1 where it decides on which side of it all lies."""
-    return f"{x:.3f}" if f"{x:.2f}" == "1.00" and x != 1 else f"{x:.2f}"
+def interval_in_words(low: float, high: float) -> str:
+    """`[1.25, 1.29]`. An end must not look like 1 where it decides on which side of 1 all lies."""
+    low_end, high_end = (f"{x:.3f}" if f"{x:.2f}" == "1.00" and x != 1 else f"{x:.2f}" for x in (low, high))
+    return f"[{low_end}, {high_end}]"
 
 
 def ratio_in_words(ratio: Ratio) -> str:
     """`1.27 [1.25, 1.29] better`; no verdict where the interval holds 1, and why where samples are too few."""
     if ratio.verdict == "too few":
         return f"{ratio.value:.2f} (too few {ratio.unit})"
-    text = f"{ratio.value:.2f} [{_end(ratio.low)}, {_end(ratio.high)}]"
+    text = f"{ratio.value:.2f} {interval_in_words(ratio.low, ratio.high)}"
     return text if ratio.verdict == "even" else f"{text} {ratio.verdict}"
