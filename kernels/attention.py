@@ -20,6 +20,8 @@ from .formats import Activation
 from .kvcache import PAGE, KVCache
 from .overlap import after_previous, overlap
 
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
 
 @triton.jit
 def load_heads(p, scale, head, ok, i, HD: tl.constexpr, BD: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr):
@@ -141,14 +143,49 @@ def _merge(
 
 
 @triton.jit
+def _attend(
+    qt, top, total, acc, first, last, k, v, k_scale, v_scale, pages, h, pos, start, scale, cap,
+    HK: tl.constexpr, HD: tl.constexpr, HV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PAGE_: tl.constexpr, CAP: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of a tile's rows over blocks [first, last) of BN positions; (max, sum, values) as they are
+    afterwards. Without MASK every row sees every position; scores are then in units of log2 (`scale` has 1 / ln 2)."""
+    i = tl.arange(0, BD)
+    iv = tl.arange(0, BV)
+    for b in tl.range(first, last):
+        at = b * BN + tl.arange(0, BN)
+        near = at <= tl.max(pos, 0) if MASK else at >= 0
+        page = tl.load(pages + at // PAGE_, mask=near, other=0)
+        head = (page.to(tl.int64) * PAGE_ + at % PAGE_) * HK + h
+        kt = load_heads(k, k_scale, head, near, i, HD, BD, QUANT, DT)
+        s = scores(dot(qt, tl.trans(kt), tl.zeros((BM, BN), tl.float32), "ieee"), scale, cap, CAP)
+        if CAP:
+            s *= LOG2E
+        if MASK:
+            seen = (at[None, :] <= pos[:, None]) & (at[None, :] >= start[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe[:, None])
+        old = tl.exp2(top - safe)
+        total = total * old + tl.sum(p, 1)
+        vt = load_heads(v, v_scale, head, near, iv, HV, BV, QUANT, DT)
+        acc = dot(p.to(DT), vt, acc * old[:, None], "ieee")
+        top = new
+    return top, total, acc
+
+
+@triton.jit
 def _prefill(
     q, k, v, k_scale, v_scale, table, tiles, position, sinks, out, table_stride, scale, cap, window,
     HQ: tl.constexpr, HK: tl.constexpr, HD: tl.constexpr, HV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PAGE_: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     SINK: tl.constexpr, QUANT: tl.constexpr, DT: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile, query head): out [M, HQ, HV] for the tile's consecutive rows of one sequence."""
-    t = tl.program_id(0)
+    """Program (tile, query head): out [M, HQ, HV] for the tile's consecutive rows of one sequence. The last tiles,
+    which see the most positions, begin first."""
+    t = tl.num_programs(0) - 1 - tl.program_id(0)
     h = tl.program_id(1)
     first = tl.load(tiles + 3 * t)
     count = tl.load(tiles + 3 * t + 1)
@@ -164,29 +201,26 @@ def _prefill(
     top = tl.full((BM,), float("-inf"), tl.float32)
     total = tl.zeros((BM,), tl.float32)
     acc = tl.zeros((BM, BV), tl.float32)
-    for b in tl.range(tl.min(start, 0) // BN, tl.max(pos, 0) // BN + 1):
-        at = b * BN + tl.arange(0, BN)
-        near = at <= tl.max(pos, 0)
-        page = tl.load(table + seq.to(tl.int64) * table_stride + at // PAGE_, mask=near, other=0)
-        head = (page.to(tl.int64) * PAGE_ + at % PAGE_) * HK + h // (HQ // HK)
-        kt = load_heads(k, k_scale, head, near, i, HD, BD, QUANT, DT)
-        s = scores(dot(qt, tl.trans(kt), tl.zeros((BM, BN), tl.float32), "ieee"), scale, cap, CAP)
-        seen = (at[None, :] <= pos[:, None]) & (at[None, :] >= start[:, None])
-        s = tl.where(seen, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp(s - safe[:, None])
-        old = tl.exp(top - safe)
-        total = total * old + tl.sum(p, 1)
-        vt = load_heads(v, v_scale, head, near, iv, HV, BV, QUANT, DT)
-        acc = dot(p.to(DT), vt, acc * old[:, None], "ieee")
-        top = new
+    pages = table + seq.to(tl.int64) * table_stride
+    scale *= 1.0 if CAP else LOG2E
+    # Blocks that every row sees whole need no mask: all but the last ones of a long prompt.
+    begin = tl.min(start, 0) // BN
+    whole = begin if WINDOW else (tl.min(pos, 0) + 1) // BN
+    end = tl.max(pos, 0) // BN + 1
+    top, total, acc = _attend(
+        qt, top, total, acc, begin, whole, k, v, k_scale, v_scale, pages, h // (HQ // HK), pos, start, scale, cap,
+        HK, HD, HV, BD, BV, BM, BN, PAGE_, CAP, QUANT, DT, False,
+    )  # fmt: skip
+    top, total, acc = _attend(
+        qt, top, total, acc, whole, end, k, v, k_scale, v_scale, pages, h // (HQ // HK), pos, start, scale, cap,
+        HK, HD, HV, BD, BV, BM, BN, PAGE_, CAP, QUANT, DT, True,
+    )  # fmt: skip
     if SINK:
-        sink = tl.load(sinks + h)
+        sink = tl.load(sinks + h) * LOG2E
         best = tl.maximum(top, sink)
-        old = tl.exp(top - best)
+        old = tl.exp2(top - best)
         acc = acc * old[:, None]
-        total = total * old + tl.exp(sink - best)
+        total = total * old + tl.exp2(sink - best)
     acc = acc / total[:, None]
     tl.store(out + heads[:, None] * HV + iv[None, :], acc.to(out.dtype.element_ty),
              mask=(r < count)[:, None] & (iv < HV)[None, :])  # fmt: skip
@@ -275,18 +309,22 @@ def prefill_tiles(rows_per_sequence: list[tuple[int, int, int]], bm: int = 64) -
 def attention_prefill(
     q: torch.Tensor, cache: KVCache, table: torch.Tensor, tiles: torch.Tensor, position: torch.Tensor,
     spec: AttentionSpec, *, bm: int = 64, dtype: torch.dtype = torch.float32,
+    config: tuple[int, int, int] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of rows q [M, HQ, HD] in tiles of consecutive rows: `tiles` int32 [T, 3] from `prefill_tiles` (of at
-    most `bm` rows), `position` int32 [M]. Returns [M, HQ * HV] of `dtype`; rows in no tile stay unwritten."""
+    most `bm` rows), `position` int32 [M]; `config`: positions a block, warps, stages. Returns [M, HQ * HV] of `dtype`;
+    rows in no tile stay unwritten."""
     m, hq, hd = q.shape
     hk, hv = cache.v.shape[1:]
     out = torch.empty(m, hq * hv, dtype=dtype, device=q.device)
     ck, cv, sk, sv = cache.tensors()
     bd, bv = head_block(hd), head_block(hv)
+    # 8192 rows of 32 heads of 128 on an H200: 1584 us (347 TFLOP/s); tiles of 128 rows, (128, 8, 3): 1473.
+    bn, warps, stages = config or (32 if bd > 128 else 64, 4, 2)
     _prefill[(tiles.shape[0], hq)](
         q, ck, cv, sk, sv, table, tiles, position, out if spec.sinks is None else spec.sinks, out, table.stride(0),
         spec.scale, spec.softcap, spec.window, HQ=hq, HK=hk, HD=hd, HV=hv, BD=bd, BV=bv, BM=bm,
-        BN=32 if bd > 128 else 64, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
-        SINK=spec.sinks is not None, QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=4, num_stages=2,
+        BN=bn, PAGE_=PAGE, WINDOW=spec.window_code, CAP=spec.softcap > 0,
+        SINK=spec.sinks is not None, QUANT=cache.quantised, DT=_TL[ck.dtype], num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

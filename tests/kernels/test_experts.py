@@ -10,6 +10,7 @@ from kernel_checks import check_experts
 from ftgguf.kernels.act import ACTIVATIONS
 from ftgguf.kernels.activations import Activations
 from ftgguf.kernels.formats import Type
+from ftgguf.kernels.gemm import expert_config
 from ftgguf.kernels.group import group_pairs
 from ftgguf.kernels.linear import ExpertBatch, ExpertPieces
 from ftgguf.kernels.matrix import ExpertMatrix, ExpertWeights
@@ -36,6 +37,23 @@ def test_few_rows(mix: tuple[Type, Type, Type], m: int) -> None:
 @pytest.mark.parametrize("mix", MIXES[:2], ids=_name)
 def test_many_rows(mix: tuple[Type, Type, Type]) -> None:
     check_experts(ExpertCase(*mix, d=256, f=256, experts=5, seed=7), 20, 2, 5, seed=7)
+
+
+def test_gate_and_up_in_launches_of_their_own() -> None:
+    """Prompts of more than 64 rows an expert, Q4_K: the gate's product goes through float16."""
+    assert expert_config(70, True, [Type.Q4_K, Type.Q4_K]).apart
+    check_experts(ExpertCase(Type.Q4_K, Type.Q4_K, Type.Q4_K, d=256, f=256, experts=2, seed=3), 140, 2, 2, seed=3)
+
+
+def test_a_gate_beyond_float16_is_cut_off() -> None:
+    """silu of more is as good as the value itself; infinity times 0 would not be a number."""
+    case = ExpertCase(Type.Q4_K, Type.Q4_K, Type.Q4_K, d=256, f=256, experts=2, seed=3)
+    x = torch.full((140, 256), 3e6, device=DEVICE)
+    ids = torch.tensor([[0, 1]] * 140, dtype=torch.int32, device=DEVICE)
+    slots = torch.from_numpy(case.slot_of.astype("int32")).to(DEVICE)[ids.long()].contiguous()
+    h = ExpertBatch(slots, ids, case.slot_addr).gate_up(x, case.weights)
+    assert torch.isfinite(h).all()
+    assert float(h.abs().max()) > 1e9
 
 
 @pytest.mark.parametrize("m", [2, 9])
