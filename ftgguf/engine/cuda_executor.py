@@ -244,8 +244,11 @@ class CudaExecutor:
         spare = self.store.abandon()
         if not spare:
             return False
-        store: Any = self.store
-        (self.elastic or store).resize(store.budget - spare)
+        if self.elastic is not None:
+            self.elastic.lend(spare)
+        else:
+            store: Any = self.store
+            store.resize(store.budget - spare)
         log.warning("a pass of %d rows found no memory: the expert cache gave back %d MiB", rows, spare >> 20)
         return True
 

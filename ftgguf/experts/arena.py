@@ -33,8 +33,8 @@ class Arena:
         return sum(c.numel() for c in self.chunks)
 
     def fit(self, plan: ArenaPlan) -> None:
-        """Have memory for `plan`, and no chunk that it does not touch. The caller has waited for the device."""
-        self.plan = plan
+        """Have memory for `plan`, and no chunk that it does not touch. The caller has waited for the device. Raises
+        MemoryError where there is no room: the plan and its slots are as before then, but addresses may have changed."""
         sizes = [min(self.chunk, plan.bytes - at) for at in range(0, plan.bytes, self.chunk)]
         kept = 0
         while kept < min(len(sizes), len(self.chunks)) and self.chunks[kept].numel() >= sizes[kept]:
@@ -42,13 +42,23 @@ class Arena:
         if kept < len(sizes) and kept < len(self.chunks):
             self._regrow(kept, sizes[kept])
             kept += 1
-        for chunk in self.chunks[kept:]:
-            self.memory.held["experts"] -= chunk.numel()
+        self._forget(self.chunks[kept:])
         del self.chunks[kept:]
         if self.memory.device.type == "cuda":
             torch.cuda.empty_cache()
-        for size in sizes[kept:]:
-            self.chunks.append(self.memory.tensor("experts", (size,), torch.uint8))
+        more: list[torch.Tensor] = []
+        try:
+            for size in sizes[kept:]:
+                more.append(self.memory.tensor("experts", (size,), torch.uint8))
+        except BaseException:
+            self._forget(more)
+            raise
+        self.chunks += more
+        self.plan = plan
+
+    def _forget(self, chunks: list[torch.Tensor]) -> None:
+        for chunk in chunks:
+            self.memory.held["experts"] -= chunk.numel()
 
     def _regrow(self, at: int, size: int) -> None:
         """The last chunk of the old plan was cut short: a longer one takes its place with its contents."""
@@ -56,7 +66,7 @@ class Arena:
         new = self.memory.tensor("experts", (size,), torch.uint8)
         new[: old.numel()].copy_(old)
         self.chunks[at] = new
-        self.memory.held["experts"] -= old.numel()
+        self._forget([old])
 
     def addresses(self) -> NDArray[np.int64]:
         """int64: the device address of each slot of the plan."""

@@ -40,7 +40,11 @@ def resize(store: CachedStore, budget: int) -> dict[str, int]:
         store.arena.slot(int(offsets[target]), size).copy_(store.arena.slot(int(offsets[source]), size))
     store.wait()
     before = store.arena.bytes
-    store.arena.fit(new)
+    try:
+        store.arena.fit(new)
+    except MemoryError:
+        publish(store)  # a chunk may have moved
+        raise
     slots.renumber(store.state, old, new, 0, moves)
     publish(store)
     store.budget = budget

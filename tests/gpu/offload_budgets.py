@@ -78,14 +78,17 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
         return True
 
     kept = min(layers, on_gpu)
-    if decode(kept):
+    if options.skip_decode:
+        kept = 0
+    elif decode(kept):
         while kept < layers and decode(kept + 1):
             kept += 1
     else:
         while kept > 0 and not decode(kept - 1):
             kept -= 1
         kept -= 1
-    decode(kept, "mmap")
+    if not options.skip_decode:
+        decode(kept, "mmap")
     if budget == options.prefill_budget:
         for ubatch, less in ((4096, 9), (8192, 16)):
             kept = max(0, on_gpu - less)
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--threads-at", type=json.loads, default={}, help='JSON: {"budget": threads}')
+    parser.add_argument("--skip-decode", action="store_true", help="prompts alone, at --prefill-budget")
     parser.add_argument("--child", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -247,8 +251,9 @@ def main() -> None:
     table, kept = [], {}
     for budget in options.budgets:
         print(f"{budget} MiB", flush=True)
-        mine = ours(options, budget, "decode", 1024, 512)  # as llama-bench does: little KV, its default -ub
-        if budget == options.prefill_budget and mine:
+        # as llama-bench does: little KV, its default -ub
+        mine = {} if options.skip_decode else ours(options, budget, "decode", 1024, 512)
+        if budget == options.prefill_budget and (mine or options.skip_decode):
             for parts, ubatch in (("turns", 2048), ("prompt", 8192)):
                 more = ours(options, budget, parts, 12288, ubatch)
                 faster = "pp8192" in more and (
@@ -261,14 +266,14 @@ def main() -> None:
         theirs = llama_budget(options, budget, layers) if options.llama_bench else {}
         kept[budget] = {"ours": mine, "llama": theirs}
         if mine:
-            line = {"tg": statistics.median(mine["tg"])}
+            line = {"tg": statistics.median(mine["tg"])} if "tg" in mine else {}
             if "pp8192" in mine:
                 line["pp8192"] = statistics.median(mine["pp8192"][1:])
             ratios = "; ".join(
                 f"{k} {v:.1f} against {theirs[k]:.1f}: {v / theirs[k]:.2f}" for k, v in line.items() if k in theirs
             )
             table.append(f"{budget} MiB: {ratios or line}; split against the better path "
-                         f"{line['tg'] / max(mine.get('fill', 1e-9), mine.get('cpu', 1e-9)):.2f}")  # fmt: skip
+                         f"{line.get('tg', 0.0) / max(mine.get('fill', 1e-9), mine.get('cpu', 1e-9)):.2f}")  # fmt: skip
     print("\n".join(table))
     if options.json:
         options.json.write_text(json.dumps(kept))
