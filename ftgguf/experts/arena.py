@@ -34,7 +34,7 @@ class Arena:
 
     def fit(self, plan: ArenaPlan) -> None:
         """Have memory for `plan`, and no chunk that it does not touch. The caller has waited for the device. Raises
-        MemoryError where there is no room: the plan and its slots are as before then, but addresses may have changed."""
+        MemoryError where there is no room: plan and slots are as before then, but addresses may have changed."""
         sizes = [min(self.chunk, plan.bytes - at) for at in range(0, plan.bytes, self.chunk)]
         kept = 0
         while kept < min(len(sizes), len(self.chunks)) and self.chunks[kept].numel() >= sizes[kept]:
