@@ -25,7 +25,6 @@ from ftgguf.nouns import PAGE
 if TYPE_CHECKING:
     from ftgguf.engine.cache import KvCache
     from ftgguf.engine.cuda_executor import CudaExecutor
-    from ftgguf.engine.device_memory import DeviceMemory
     from ftgguf.experts.store import CachedStore
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,7 @@ class Elastic:
         self.refused = ""
         """Why the last move that was wanted did not happen."""
         self.lent = 0
-        """Bytes of the experts that passes have for their workspace."""
+        """Bytes of the experts that passes have for their workspace, or that another program took."""
         self.returns = 0
         self._lent_at = 0.0
         self._patience = IDLE_SECONDS
@@ -107,12 +106,13 @@ class Elastic:
     def _take_back(self) -> None:
         """The experts have again what was lent, if it is free."""
         self._lent_at = self.clock()  # the next try, if this one fails
-        if not has_room(self.store.memory, self.lent):
-            self._refuse(f"{self.lent >> 20} MiB that a pass took from the experts are still in use")
+        try:
+            self.store.resize(self.store.budget + self.lent)
+        except MemoryError as error:  # nothing has changed
+            self._refuse(f"{self.lent >> 20} MiB that were the experts' are still in use: {error}")
             return
-        self.store.resize(self.store.budget + self.lent)
         self._bound(self.store.budget)
-        log.info("the expert cache has %d MiB back that a pass had taken", self.lent >> 20)
+        log.info("the expert cache has %d MiB back", self.lent >> 20)
         self.lent, self.refused = 0, ""
         self.returns += 1
 
@@ -191,7 +191,15 @@ class Elastic:
             return False
         pool.limit(pages)
         self.executor.resize_cells(pages * PAGE)
-        self.store.resize(move.experts)
+        before = self.store.budget
+        try:
+            self.store.resize(move.experts)
+        except MemoryError:  # another program has what the cells gave up: the experts have it when it is free
+            self.boundary.moved(Move(move.kv, before, move.reason))
+            self._bound(before)
+            self.lent += move.experts - before
+            self._lent_at = self.clock()
+            raise
         self.boundary.moved(move)
         return True
 
@@ -215,18 +223,3 @@ class Elastic:
         for node in nodes:
             node.pages[:] = [renamed.get(p, p) for p in node.pages]
         return True
-
-
-def has_room(memory: DeviceMemory, nbytes: int) -> bool:
-    """Whether `nbytes` can be had now, by the budget and by the device itself: they are taken and given back, so that a
-    cache that grows does not fail half way."""
-    import torch
-
-    purpose = "what passes gave back"
-    try:
-        memory.tensor(purpose, (nbytes,), torch.uint8)
-    except MemoryError:
-        return False
-    finally:
-        memory.held.pop(purpose, None)
-    return True

@@ -24,7 +24,7 @@ from ftgguf.engine import messages as m  # noqa: E402
 from ftgguf.engine.cache import KvCache  # noqa: E402
 from ftgguf.engine.cuda_cells import CudaCells  # noqa: E402
 from ftgguf.engine.device_memory import DeviceMemory  # noqa: E402
-from ftgguf.engine.elastic import Elastic, has_room  # noqa: E402
+from ftgguf.engine.elastic import Elastic  # noqa: E402
 from ftgguf.engine.request import Sequence  # noqa: E402
 from ftgguf.experts import arena, boundary  # noqa: E402
 from ftgguf.experts.residency import check  # noqa: E402
@@ -167,11 +167,16 @@ class Lender(Numbers):
     def __init__(self, most: int, now: int, total: int) -> None:
         super().__init__(most, now)
         self.memory = DeviceMemory(torch.device("cpu"), total)
-        self.memory.held["experts"] = self.budget
+        self.memory.held |= {"experts": self.budget, "KV": now}
+
+    def resize_cells(self, n: int) -> None:
+        super().resize_cells(n)
+        self.memory.held["KV"] = n
 
     def resize(self, budget: int) -> dict[str, int]:
         assert self.memory.left is not None
-        assert budget - self.budget <= self.memory.left
+        if budget - self.budget > self.memory.left:
+            raise MemoryError(f"{self.memory.left} are left")
         self.memory.held["experts"] = budget
         return super().resize(budget)
 
@@ -211,18 +216,37 @@ def test_what_a_pass_borrowed_comes_back() -> None:
     assert [begun(10_000), elastic.lent] == [50, 0]
 
 
-def test_the_device_itself_is_asked_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget has room and the device has not (another program's, or a pass's own that was not given back)."""
-    memory = DeviceMemory(torch.device("cpu"), 1000)
-    assert has_room(memory, 1000)
-    assert not has_room(memory, 1001)
+def test_what_kv_gives_up_and_another_program_takes_is_the_experts_later() -> None:
+    """By hand: KV has grown by 8 pages and needs them no more. They leave it although the experts cannot have them, KV
+    can grow again meanwhile, and the experts have all again when the other program has ended."""
+    granule, boundary.GRANULE = boundary.GRANULE, PAGE
+    try:
+        now, fake = [0.0], Lender(12 * PAGE, 2 * PAGE, 102 * PAGE)
+        fake.elastic = elastic = Elastic(fake, fake, lambda: now[0])  # type: ignore[arg-type]
+        cache = KvCache(fake)  # type: ignore[arg-type]
 
-    def full(*shape: Any, **options: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        def begun(at: float, length: int) -> tuple[int, int]:
+            now[0] = at
+            s = Sequence(m.Generate(id=1, prompt=(1,) * length), 1, -1)
+            assert cache.begin(s, cache.match(s), 0)
+            cache.release(s)
+            b = elastic.boundary.budget
+            assert (b.kv, b.experts, b.total) == (len(fake.held), fake.budget, len(fake.held) + fake.budget)
+            return len(fake.held) // PAGE, fake.budget // PAGE
 
-    monkeypatch.setattr(torch, "empty", full)
-    assert not has_room(memory, 10)
-    assert memory.used == 0
+        assert begun(0, 8 * PAGE) == (10, 92)
+        fake.memory.held["another program"] = 8 * PAGE
+        assert [begun(1, 3), begun(60, 3)] == [(10, 92), (10, 92)]
+        assert begun(62, 3) == (2, 92)
+        assert elastic.lent == 8 * PAGE
+        assert elastic.refused
+        assert begun(63, 4 * PAGE) == (5, 89)
+        assert begun(123, 3) == (5, 89)
+        del fake.memory.held["another program"]
+        assert [begun(182, 3), begun(184, 3), begun(245, 3)] == [(5, 89), (5, 97), (2, 100)]
+        assert (elastic.lent, elastic.refused) == (0, "")
+    finally:
+        boundary.GRANULE = granule
 
 
 class Requests:

@@ -318,6 +318,82 @@ def test_a_resize_keeps_the_best_experts_and_the_answer(
         store.resize(0)
 
 
+@pytest.mark.parametrize("slots", [6, pytest.param(5, id="5, the last chunk is cut short")])
+def test_growth_that_the_device_refuses_changes_nothing(
+    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    """Chunks of two slots; the device is full at the n-th new chunk, for each n, for that one alone or from then on.
+    Bits are those of the passes before: every miss is filled, so all products are the same kernels' over the same
+    bytes."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
+    size = cached(1, of_small=True).store.order[0].slot_bytes
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 2 * size)
+    executor = cached(slots, of_small=True)
+    store, empty = executor.store, torch.empty
+    ring, whole = 2 * store.ring.half, 2 * store.ring.half + ALL * size
+    store.force_split(*FILL)
+    want = decode(executor, resident.tokens)
+    assert nmse(want, resident.small) < SAME
+    assert store.statistics()[:, Stat.CPU].sum() == 0
+
+    def seen() -> tuple[Any, ...]:
+        s = store.state
+        where = [c.data_ptr() for c in store.arena.chunks], store.arena.addresses().tolist()
+        return dict(store.memory.held), store.budget, store.arena.plan, where, s.slot_of.tolist(), s.owner_of.tolist()
+
+    def refuse(first: int, last: int) -> int:
+        """A resize to all experts whose allocations from `first` to `last` fail; how many were tried."""
+        made = 0
+
+        def full(*shape: Any, **options: Any) -> Any:
+            nonlocal made
+            made += 1
+            if first <= made <= last:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return empty(*shape, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full)
+            with pytest.raises(MemoryError, match="no room on the GPU for experts"):
+                store.resize(whole)
+        return made
+
+    chunks = -(-(ALL - slots) // 2)
+    for n in range(1, chunks + 1):
+        store.device_state.store(store.state)
+        before = seen()
+        assert [refuse(n, n), refuse(n, chunks)] == [n, n]
+        assert seen() == before
+        check(store.state)
+        if n in (1, chunks):
+            assert (decode(executor, resident.tokens) == want).all()
+    assert store.resize(whole)["slots"] == ALL
+    assert store.memory.held["experts"] == store.arena.bytes == ALL * size
+    assert len({*store.arena.addresses().tolist()}) == ALL
+    for _ in range(2):
+        assert (decode(executor, resident.tokens) == want).all()
+    store.device_state.store(store.state)
+    check(store.state)
+    assert store.resize(ring + 3 * size)["bytes"] == 4 * size
+    assert (decode(executor, resident.tokens) == want).all()
+
+
+def test_the_end_of_a_chunk_that_a_smaller_plan_left_is_there_for_a_larger_one(
+    cached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is free: to half a chunk and back, and not further."""
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
+    size = cached(1, of_small=True).store.order[0].slot_bytes
+    monkeypatch.setattr(arena, "CHUNK_BYTES", 4 * size)
+    store = cached(8, of_small=True).store
+    store.memory.budget, whole = store.memory.used, store.budget
+    assert store.resize(whole - 6 * size)["bytes"] == 4 * size
+    with pytest.raises(MemoryError, match=f"{5 * size} more are needed, {4 * size} are left"):
+        store.resize(whole + size)
+    assert store.resize(whole)["bytes"] == 8 * size
+    assert (store.memory.left, store.budget) == (0, whole)
+
+
 def test_a_stuck_cpu_ends_the_pass_with_an_error(cached: Any, resident: Resident) -> None:
     executor = cached(0, timeout=0.3)
     executor.store.mail.doorbell.stall(1.0)
