@@ -1,6 +1,9 @@
 """llama-server out of the xllamacpp wheel, behind the flags that a comparison uses.
 
 `python -m ftgguf.bench.xllamacpp_server -m FILE -c N -np N -t N -ub N --host H --port N ...`
+
+Flags are those of `ftgguf serve --help`. Used are -m, --host, --port, -c, -b, -ub, -np, --kv-unified, -ctk, -ctv, -fa,
+-t, -tb, --no-repack, --cache-ram and --no-warmup; everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from ftgguf.flags import FlagError, ServerConfig, parse_server
+from ftgguf.flags import ActionRequested, FlagError, HelpRequested, ServerConfig, parse_server
 
 
 def params_of(config: ServerConfig) -> Any:
@@ -39,14 +42,23 @@ def params_of(config: ServerConfig) -> Any:
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT."""
-    import xllamacpp
-
+    """Serve until SIGTERM or SIGINT; returns the exit status where there is nothing to serve."""
     try:
         config = parse_server(argv, os.environ)
+    except HelpRequested:
+        print(__doc__)
+        return 0
+    except ActionRequested as action:
+        if not action.text:
+            print(f"error: --{action.action} is for ftgguf serve", file=sys.stderr)
+            return 1
+        print(action.text)
+        return 0
     except FlagError as error:
         print(error, file=sys.stderr)
         return 1
+    import xllamacpp
+
     print(f"system_info: {xllamacpp.get_system_info()}", flush=True)
     try:
         server = xllamacpp.Server(params_of(config))

@@ -118,8 +118,9 @@ def loading(load: Any) -> None:
 
 
 def small(module: Any) -> None:
-    """Granules and reserves for models of a few MiB."""
-    for name, value in {"GRAPHS": MIB, "CHUNK_BYTES": MIB // 4, "GRANULE": MIB // 16}.items():
+    """Granules and reserves for models of a few MiB. A chunk of experts is no larger than a granule: what KV needs is
+    less than a budget in whole MiB leaves over, so that only the chunks show that memory went from one to the other."""
+    for name, value in {"GRAPHS": MIB, "CHUNK_BYTES": MIB // 16, "GRANULE": MIB // 16}.items():
         if hasattr(module, name):
             setattr(module, name, value)
 
