@@ -64,17 +64,22 @@ def llama(options: argparse.Namespace, arguments: list[str]) -> list[dict[str, A
 
 
 def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[str, float]:
-    """The best of what fits in `budget`: {"tg": tok/s, "pp8192": tok/s}."""
+    """The best of what fits in `budget`: {"tg": tok/s, "pp8192": tok/s}, and the MiB it took ("tg_vram")."""
     each = options.file.stat().st_size / (1 << 20) * LAYER_SHARE / layers
     on_gpu = int(max(0, budget - LLAMA_BASE) / each)
     best: dict[str, float] = {}
+
+    def found(test: str, row: dict[str, Any]) -> None:
+        if row["avg_ts"] > best.get(test, 0.0):
+            best[test], best[f"{test}_vram"] = row["avg_ts"], row["vram"]
 
     def decode(kept: int, load_mode: str = "none") -> bool:
         how = ["-p", "0", "-n", "64", "-r", "2", "-t", options.llama_threads, "-lm", load_mode]
         rows = llama(options, ["-ncmoe", str(layers - kept), *how])
         if not rows or rows[0]["vram"] > budget:
             return False
-        best["tg"] = max(best.get("tg", 0.0), *(r["avg_ts"] for r in rows))
+        for row in rows:
+            found("tg", row)
         return True
 
     kept = min(layers, on_gpu)
@@ -103,7 +108,7 @@ def llama_budget(options: argparse.Namespace, budget: int, layers: int) -> dict[
                     rows = []
                     break
             if rows:
-                best["pp8192"] = max(best.get("pp8192", 0.0), rows[0]["avg_ts"])
+                found("pp8192", rows[0])
     return best
 
 
@@ -223,6 +228,14 @@ def child(options: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
+def write(path: Path | None, kept: dict[int, dict[str, Any]]) -> None:
+    """What was measured so far: a run may be cut any time."""
+    if path is not None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(kept))
+        part.replace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
@@ -248,7 +261,8 @@ def main() -> None:
     from ftgguf.models.config import read_numbers
 
     layers = read_numbers(open_gguf(options.file)).n_layer
-    table, kept = [], {}
+    table: list[str] = []
+    kept: dict[int, dict[str, Any]] = {}
     for budget in options.budgets:
         print(f"{budget} MiB", flush=True)
         # as llama-bench does: little KV, its default -ub
@@ -263,8 +277,11 @@ def main() -> None:
                 if faster:
                     mine |= {"pp8192": more["pp8192"], "ubatch": ubatch, "vram_prompt": more["vram"]}
                 mine[parts] = more
+        kept[budget] = {"ours": mine, "llama": {}}
+        write(options.json, kept)
         theirs = llama_budget(options, budget, layers) if options.llama_bench else {}
-        kept[budget] = {"ours": mine, "llama": theirs}
+        kept[budget]["llama"] = theirs
+        write(options.json, kept)
         if mine:
             line = {"tg": statistics.median(mine["tg"])} if "tg" in mine else {}
             if "pp8192" in mine:
@@ -275,8 +292,6 @@ def main() -> None:
             table.append(f"{budget} MiB: {ratios or line}; split against the better path "
                          f"{line.get('tg', 0.0) / max(mine.get('fill', 1e-9), mine.get('cpu', 1e-9)):.2f}")  # fmt: skip
     print("\n".join(table))
-    if options.json:
-        options.json.write_text(json.dumps(kept))
 
 
 if __name__ == "__main__":

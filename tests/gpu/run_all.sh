@@ -15,6 +15,7 @@
 # seconds for each report: no round is begun that would end later, and 25 s after that it is cut, with what is there.
 # AGAINST_ARGS, TRACE_ARGS: what is measured. Tables of all reports are in against.md, each report in a JSON and an HTML
 # file, everything else in log.txt: eight files for two budgets.
+# Last it prints what all of them found as one table (summary.py), which stays in summary.md.
 set -u
 out=$1
 carried=${2:-.gpucarry}
@@ -67,7 +68,7 @@ case $what in *tests*)
     OMP_NUM_THREADS=4 timeout -s INT -k 15 "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
         --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/gpu/test_store_gpu.py \
         tests/gpu/test_residency_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
-        >"$out/engine-tests.log" 2>&1
+        >"$out/engine-tests.log" 2>&1 || echo "ended with status $?" >>"$out/engine-tests.log"
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60
     ;;
 esac
@@ -95,7 +96,9 @@ case $what in *speed*)
     wait "$writer"
     timeout "${SPEED_LIMIT:-240}" python3 tests/gpu/speed.py "$model" --json "$out/speed.json" --profile ${SPEED_ARGS:-} 2>&1 |
         tee "$out/speed.txt"
-    [ -n "$bench" ] && "$bench" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 | tee "$out/llama-bench.txt"
+    # rows for summary.py in the JSON, the same as a table for the eye
+    [ -n "$bench" ] && { "$bench" -m "$model" -ngl 99 -fa 1 -ub 2048 -p 512,8192 -n 128 -o json -oe md \
+        >"$out/llama-bench.json"; } 2>&1 | tee "$out/llama-bench.txt"
     ;;
 esac
 
@@ -138,4 +141,5 @@ case $what in *against*)
     ;;
 esac
 case $what in *kernels*) sh tests/gpu/run_kernels.sh "$out" ;; esac
+python3 tests/gpu/summary.py "$out" 2>&1 | tee "$out/summary.md"
 exit 0
