@@ -1,15 +1,19 @@
 """Cost of the residency kernel on this GPU: microseconds a layer step at 2k, 8k and 32k slots, in a captured graph.
 
-Needs CUDA and torch. `python -m ftgguf.bench.residency` prints the table; `measure()` returns it.
+Needs CUDA and torch. `python -m ftgguf.bench.residency` prints the table, and what asking the CPU costs
+(bench/signalling.py); `measure()` returns the table.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
+from ftgguf.bench import signalling
+from ftgguf.engine import cores
 from ftgguf.experts import residency
 from ftgguf.kernels.residency import DeviceResidency, StepBuffers, residency_step
 
@@ -93,10 +97,16 @@ def measure() -> list[Row]:
 
 
 def main() -> None:
-    """Print `measure()` as a table."""
+    """Print both."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     for row in measure():
         print("  ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in asdict(row).items()))
+    claimed = cores.claim(max(1, len(os.sched_getaffinity(0)) - 1))
+    s = signalling.measure(claimed.cpus)
+    print(
+        f"asking the CPU ({len(claimed.cpus)} threads): {s.cost:.1f} us a layer beyond its work of {s.work:.1f}; "
+        f"the two kernels alone {s.kernels:.1f}, in all {s.asked:.1f}"
+    )
 
 
 if __name__ == "__main__":

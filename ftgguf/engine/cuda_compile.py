@@ -39,6 +39,7 @@ class Job:
     max_rows: int
     decode_rows: int
     kv: str
+    short_rows: tuple[int, ...] = ()
 
 
 def cache_folder() -> Path:
@@ -171,7 +172,7 @@ def _compile(job: Job, share: int, count: int) -> None:
             store.slot_addr[i] = torch.zeros(spec.experts, dtype=torch.int64)
     executor = CudaExecutor(
         memory, model, store, n_cells=job.n_cells, max_rows=job.max_rows, decode_rows=job.decode_rows,
-        max_sequences=job.decode_rows, kv=job.kv,
+        max_sequences=job.decode_rows, kv=job.kv, short_rows=tuple(job.short_rows),
     )  # fmt: skip
     executor.rehearse(share, count)
 

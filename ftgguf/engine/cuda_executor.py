@@ -68,8 +68,10 @@ class _Captured:
 class CudaExecutor:
     """Blocks [first, last) of a model on one device (engine.executor.Executor for a whole model).
 
-    `decode_rows`: batches of up to so many rows run as captured graphs (`--parallel`); `eager` runs the same passes
-    without capture (`--debug-eager`). On a CPU device (the Triton interpreter) everything is eager.
+    `decode_rows`: batches of up to so many rows run as captured graphs (`--parallel`), of which every row's logits may
+    be wanted; `eager` runs the same passes without capture (`--debug-eager`). `short_rows`: further row counts with a
+    graph, for prompts of a few rows, with the logits of at most `decode_rows` rows; for a store that `takes_short`. On
+    a CPU device (the Triton interpreter) everything is eager.
     """
 
     recurrent = False
@@ -89,6 +91,7 @@ class CudaExecutor:
         first: int = 0,
         last: int | None = None,
         start_cells: int | None = None,
+        short_rows: tuple[int, ...] = (),
     ) -> None:
         """`n_cells` are the numbers that batches may use, `start_cells` those that have memory at first (all)."""
         self.memory, self.device = memory, memory.device
@@ -106,10 +109,12 @@ class CudaExecutor:
         self.expert_room: int | None = None
         """Bytes that experts may have at most once every cell has memory, by the plan; None without one."""
         self.ropes = RopeTables(self.device)
-        self.sizes = graph_rows(decode_rows)
-        top = self.sizes[-1]
+        sizes = graph_rows(decode_rows)
+        self.decode_top = top = sizes[-1]
+        """Rows up to which a pass is decode's; logits of so many rows are kept."""
+        self.sizes = sizes + [rows for rows in sorted(short_rows) if top < rows <= self.max_rows]
         pages = self.n_cells // PAGE
-        self.small = Inputs(self.device, top, max(max_sequences, top), pages)
+        self.small = Inputs(self.device, self.sizes[-1], max(max_sequences, top), pages, tiled=False)
         self.large = Inputs(self.device, self.max_rows, max(max_sequences, top), pages)
         memory.reserve("inputs", self.small.nbytes + self.large.nbytes)
         width = self.n_vocab if self.final else model.n_embd
@@ -142,11 +147,13 @@ class CudaExecutor:
         return out if out is None or self.final else ops.finish(out)
 
     def _decode(self, rows: int) -> None:
-        """The pass that a graph holds: `small` and `hidden` in, `result[:rows]` out."""
+        """The pass that a graph holds: `small` and `hidden` in, `result` out: of all rows up to `decode_top`, else of
+        as many wanted ones."""
         h = None if self.hidden is None else self.hidden[:rows]
-        out = self._pass(self.small.rows(rows, rows, all_outputs=True), h)
+        n = min(rows, self.decode_top)
+        out = self._pass(self.small.rows(rows, n, all_outputs=n == rows), h)
         assert out is not None
-        self.result[:rows].copy_(out)
+        self.result[:n].copy_(out)
 
     def warm_up(self) -> None:
         """Compile and load every kernel that the file's types need, then capture the decode graphs. Rows that write
@@ -156,7 +163,8 @@ class CudaExecutor:
             for rows in self._prompt_sizes()[: None if self.captures else 1]:
                 self._prefill(_dummy(rows, nothing), None, warming=True)
             for rows in self.sizes:
-                self.small.fill(_dummy(rows, np.arange(rows, dtype=np.int32)), rows)
+                outputs = np.arange(min(rows, self.decode_top), dtype=np.int32)
+                self.small.fill(_dummy(rows, outputs), rows)
                 self._decode(rows)
             self.after_warm_up()
             if not self.captures:
@@ -164,6 +172,7 @@ class CudaExecutor:
             self._capture_decode()
 
     def _capture_decode(self) -> None:
+        self.store.prompting = False
         torch.cuda.synchronize(self.device)
         before = torch.cuda.memory_reserved(self.device)
         self.pool = torch.cuda.graph_pool_handle()
@@ -199,7 +208,7 @@ class CudaExecutor:
 
     def _prompt_sizes(self) -> list[int]:
         """Every size that prompts are padded to, the largest first: it takes the memory that the others find."""
-        found = {prompt_rows(n, self.max_rows) for n in range(self.sizes[-1] + 1, self.max_rows + 1)}
+        found = {prompt_rows(n, self.max_rows) for n in range(self.decode_top + 1, self.max_rows + 1)}
         return sorted(found, reverse=True)
 
     def rehearse(self, share: int, count: int) -> None:
@@ -208,9 +217,9 @@ class CudaExecutor:
         for size, prompt in passes[share::count]:
             inputs = self.large if prompt else self.small
             inputs.fill(_dummy(size, np.zeros(0, np.int32)), size, fixed=prompt)
-            for outputs in (0, 1) if prompt else (size,):
+            for outputs in (0, 1) if prompt else (min(size, self.decode_top),):
                 h = None if self.hidden is None else self.hidden[:size]
-                self._pass(inputs.rows(size, outputs, all_outputs=not prompt), h)
+                self._pass(inputs.rows(size, outputs, all_outputs=outputs == size), h)
 
     def forward(self, batch: Batch) -> F32:
         """See engine.executor.Executor.forward."""
@@ -255,8 +264,9 @@ class CudaExecutor:
     def _run(self, batch: Batch, hidden: F32 | None) -> F32:
         try:
             with self._on_device():
-                decoding = batch.rows <= self.sizes[-1] and (hidden is None) == (self.hidden is None)
-                self.store.start()
+                small = batch.rows <= self.decode_top or self._short(batch)
+                decoding = small and (hidden is None) == (self.hidden is None) and not (batch.features and self.final)
+                self.store.start(prompt=not decoding)
                 if batch.features and self.final:
                     values = self._features(batch, hidden)
                 else:
@@ -272,12 +282,18 @@ class CudaExecutor:
                 ) from error
             raise
 
+    def _short(self, batch: Batch) -> bool:
+        """Whether a prompt's few rows run as decode's rows do: nothing is decided on the host then, layer by layer."""
+        fits = batch.rows <= self.sizes[-1] and len(batch.outputs) <= self.decode_top
+        return fits and self.store.takes_short(batch.rows)
+
     def _on_device(self) -> Any:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
     def _small(self, batch: Batch, hidden: F32 | None) -> F32:
         rows = next(size for size in self.sizes if size >= batch.rows)
-        self.small.fill(batch, rows)
+        every = rows <= self.decode_top
+        self.small.fill(batch, rows, None if every else self.decode_top)
         if hidden is not None:
             self._upload(hidden)
         graph = self.graphs.get(rows)
@@ -287,18 +303,18 @@ class CudaExecutor:
             graph.replay()
         if self.final and not len(batch.outputs):
             return np.empty((0, self.n_vocab), np.float32)
-        n = batch.rows
+        n = batch.rows if every else len(batch.outputs)
         self.host_result[:n].copy_(self.result[:n], non_blocking=True)
         self.store.overlap()
         self._wait()
         values: F32 = self.host_result[:n].numpy()
         if not self.final or len(batch.outputs) == n:
             return values
-        return values[batch.outputs]
+        return values[batch.outputs]  # of a decode pass whose other rows nobody wants
 
     def _prefill(self, batch: Batch, hidden: F32 | None, warming: bool = False) -> F32:
         n = len(batch.outputs)
-        if self.captures and (hidden is None) == (self.hidden is None) and n <= self.sizes[-1]:
+        if self.captures and (hidden is None) == (self.hidden is None) and n <= self.decode_top:
             return self._prompt(batch, hidden)
         self.large.fill(batch, batch.rows)
         h = None
@@ -316,7 +332,7 @@ class CudaExecutor:
         eager pass, more than a GPU does for a thousand rows."""
         n = len(batch.outputs)
         size = prompt_rows(batch.rows, self.max_rows)
-        outputs = 0 if n == 0 or not self.final else 1 if n == 1 else self.sizes[-1]
+        outputs = 0 if n == 0 or not self.final else 1 if n == 1 else self.decode_top
         self.large.fill(batch, size, outputs, fixed=True)
         h = None
         if self.hidden is not None:

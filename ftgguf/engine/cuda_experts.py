@@ -136,6 +136,8 @@ class ExpertStore(ABC):
 
     captures_prompts = True
     """Whether a prompt's pass may be captured; passes of few rows always may."""
+    prompting = False
+    """Whether the pass that is queued is a prompt's (`start`)."""
 
     def __init__(self) -> None:
         self.specs: dict[int, ExpertSpec] = {}
@@ -174,8 +176,13 @@ class ExpertStore(ABC):
         """float32 [rows, n_embd]: the weighted sum of the experts with negative slots, ready on this stream."""
         return None
 
-    def start(self) -> None:
-        """A pass is about to be queued."""
+    def takes_short(self, rows: int) -> bool:
+        """Whether `rows` rows of a prompt may run as decode's rows do (CudaExecutor's `short_rows`)."""
+        return False
+
+    def start(self, prompt: bool = False) -> None:
+        """A pass is about to be queued: of a prompt that does not run as decode's rows do, or another."""
+        self.prompting = prompt
         if self.hook is not None:
             self.hook.start()
 

@@ -16,12 +16,17 @@ TILE_ROWS = 64
 
 
 class Inputs:
-    """Fields for up to `max_rows` rows of up to `max_sequences` sequences of up to `max_pages` pages."""
+    """Fields for up to `max_rows` rows of up to `max_sequences` sequences of up to `max_pages` pages. `tiled` False:
+    attention takes every row by itself, however many there are, so that a captured pass does not depend on which rows
+    are of one sequence."""
 
-    def __init__(self, device: torch.device, max_rows: int, max_sequences: int, max_pages: int) -> None:
+    def __init__(
+        self, device: torch.device, max_rows: int, max_sequences: int, max_pages: int, *, tiled: bool = True
+    ) -> None:
         self.device = device
         self.max_rows, self.max_sequences, self.max_pages = max_rows, max_sequences, max_pages
-        self.max_tiles = max_rows if max_rows > ATTENTION_ROWS else 1
+        self.tiled_above = ATTENTION_ROWS if tiled else max_rows
+        self.max_tiles = max_rows if max_rows > self.tiled_above else 1
         sizes = {
             "token": max_rows, "position": max_rows, "sequence": max_rows, "cell": max_rows, "outputs": max_rows,
             "tiles": 3 * self.max_tiles, "table": max_sequences * max_pages,
@@ -94,7 +99,7 @@ class Inputs:
 
     def _tiles(self, batch: Batch, rows: int, fixed: bool) -> None:
         self.n_tiles = 0
-        if rows <= ATTENTION_ROWS:
+        if rows <= self.tiled_above:
             return
         edges = np.flatnonzero(np.diff(batch.sequence)) + 1
         starts = [0, *edges.tolist()]
@@ -111,7 +116,7 @@ class Inputs:
     def rows(self, rows: int, n_outputs: int, *, all_outputs: bool) -> Rows:
         """Views on the device's fields for a pass of `rows` rows."""
         tiles = None
-        if rows > ATTENTION_ROWS:
+        if rows > self.tiled_above:
             tiles = self._field("tiles")[: 3 * self.n_tiles].view(-1, 3)
         return Rows(
             token=self._field("token")[:rows],

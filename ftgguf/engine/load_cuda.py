@@ -17,7 +17,7 @@ from ftgguf.engine.device_memory import DeviceMemory, context_overhead
 from ftgguf.engine.devices import Device, free_memory
 from ftgguf.engine.elastic import Elastic
 from ftgguf.engine.fit import MIB, Fit, budget_of, fit
-from ftgguf.engine.load_cached import make_store, plan_prompts
+from ftgguf.engine.load_cached import SHORT_ROWS, make_store, plan_prompts
 from ftgguf.engine.segments import Segment, SegmentedExecutor
 from ftgguf.engine.survey import Survey, survey
 from ftgguf.experts.routing import RoutingRecorder
@@ -90,6 +90,7 @@ def load_gpu(
         kv=kv_kind(
             config.context.type_k, config.context.type_v, [b.attention for b in found.model.blocks[chosen.first :]]
         )[0],
+        short_rows=() if cached is None else SHORT_ROWS,
     )
     helpers = Helpers(job, found)
     try:
@@ -132,7 +133,7 @@ def load_gpu(
 def record(path: str, gpu: CudaExecutor) -> None:
     """Write decode's routes to `path` (`--record-routing`). Raises ModelError where there is nothing to write."""
     trace = open_trace(path, gpu.model.blocks)
-    gpu.store.hook = RoutingRecorder(trace, sorted(gpu.store.specs), gpu.sizes[-1], gpu.device)
+    gpu.store.hook = RoutingRecorder(trace, sorted(gpu.store.specs), gpu.decode_top, gpu.device)
 
 
 def gpu_segment(
@@ -178,6 +179,7 @@ def gpu_segment(
         first=first,
         last=last,
         start_cells=start_cells,
+        short_rows=() if isinstance(store, ResidentStore) else SHORT_ROWS,
     )
     size = sum(memory.held.get(k, 0) for k in ("weights", "experts"))
     notes.append(

@@ -70,6 +70,7 @@ class CachedStore(ExpertStore):
         budget: int,
         top_k: int,
         decode_rows: int,
+        short_rows: int = 0,
         cpus: list[int],
         pinner: Pinner | None = None,
         policy: keys.KeyPolicy = keys.DECAY,
@@ -82,11 +83,13 @@ class CachedStore(ExpertStore):
         disk: bool = False,
         timeout: float = WATCHDOG_SECONDS,
     ) -> None:
-        """`budget`: device bytes for slots and ring. `arm` with `rails` False is kept for ever (`--moe-mode`). `probe`:
+        """`budget`: device bytes for slots and ring. `short_rows`: prompts of up to so many rows may run as decode's
+        do; the split does not learn from them. `arm` with `rails` False is kept for ever (`--moe-mode`). `probe`:
         `calibrate` measures both paths where `costs` does not cover the types. `disk`: where host memory cannot
         hold the experts, leave them in the mapped file (`--expert-disk`)."""
         super().__init__()
         self.memory, self.budget, self.top_k, self.decode_rows = memory, budget, top_k, decode_rows
+        self.most_rows = max(decode_rows, short_rows)
         self.cpus, self.pinner, self.policy, self.timeout = cpus, pinner, policy, timeout
         self.costs = costs or PathCosts()
         self._arm, self._rails, self._ring_bytes, self._warm, self._probe = arm, rails, ring_bytes, warm, probe
@@ -204,7 +207,7 @@ class CachedStore(ExpertStore):
             self.fill_free_slots(lanes.reshape(-1).tolist())
         self.device_state = DeviceResidency.of(self.state, device)
         self.addresses = self.device_state.arrays["slot_addr"]
-        self.buffers = StepBuffers.allocate(self.decode_rows * self.top_k, experts, device)
+        self.buffers = StepBuffers.allocate(self.most_rows * self.top_k, experts, device)
         self.stamps = torch.zeros(3, dtype=torch.int64, device=device)
         address = torch.tensor([self.part_slot.data_ptr()], dtype=torch.int64, device=device)
         self.parts = []
@@ -212,10 +215,10 @@ class CachedStore(ExpertStore):
             down, at = spec.parts[-1]
             self.parts.append(kernels.Part(address, at, down.nbytes))
         self.width = self.order[0].weights.down.n
-        self.share = torch.zeros(self.decode_rows, self.width, dtype=torch.float32, device=device)
+        self.share = torch.zeros(self.most_rows, self.width, dtype=torch.float32, device=device)
         self.programs = kernels.programs(device)
         self.mail = Mailbox(
-            self.worker, device, rows=self.decode_rows, k=self.top_k, width=self.width,
+            self.worker, device, rows=self.most_rows, k=self.top_k, width=self.width,
             hidden=max(spec.weights.up.n for spec in self.order), layers=len(sizes), timeout=self.timeout,
         )  # fmt: skip
 
@@ -258,7 +261,7 @@ class CachedStore(ExpertStore):
 
     def place(self, layer: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
         index = self.index[layer]
-        if ids.shape[0] > self.decode_rows:
+        if self.prompting or ids.shape[0] > self.most_rows:
             self.prefill_passes += index == 0
             return self.prefill.place(index, x, ids, weights)
         b, n = self.buffers, ids.numel()
@@ -270,21 +273,26 @@ class CachedStore(ExpertStore):
         return Placement(b.place[:n].view(ids.shape), self.addresses, down=down)
 
     def complete(self, layer: int, placement: Placement, hidden: torch.Tensor) -> None:
-        if placement.slots.shape[0] <= self.decode_rows:
+        if placement.ticket is None:
             kernels.take(self.mail.addresses, self.mail.ticket, self.buffers, hidden, self.stamps)
 
     def collect(self, layer: int, placement: Placement) -> torch.Tensor | None:
-        rows = placement.slots.shape[0]
-        if rows > self.decode_rows:
+        if placement.ticket is not None:
             return self.prefill.collect(placement.ticket)
-        out = self.share[:rows]
+        out = self.share[: placement.slots.shape[0]]
         kernels.collect(self.mail.addresses, self.mail.ticket, self.buffers, self.index[layer], out, self.stamps)
         return out
 
     # ------------------------------------------------------------------------------------------------- between passes
 
-    def start(self) -> None:
-        super().start()
+    def takes_short(self, rows: int) -> bool:
+        """Where the slots of each size hold all experts that `rows` rows may want: what is filled must stay until it
+        is used, and a cache of a few slots would be emptied each time."""
+        most = min(rows * self.top_k, self.state.experts)
+        return rows <= self.most_rows and most <= min(self.arena.plan.counts(), default=0)
+
+    def start(self, prompt: bool = False) -> None:
+        super().start(prompt)
         if self._due:
             self._due = False
             self._write_split()

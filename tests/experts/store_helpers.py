@@ -145,7 +145,7 @@ def judge(got: Decoded, want: Decoded, same: float = 1e-6) -> str:
 def load_cached(
     path: Path, device: Any, slots: int | None, *, ring_slots: int = 4, decode_rows: int = 4, n_cells: int = 256,
     max_rows: int = 64, kv: str = "f32", eager: bool = False, budget: int | None = None,
-    start_cells: int | None = None, **options: Any,
+    start_cells: int | None = None, short_rows: tuple[int, ...] = (), **options: Any,
 ) -> CudaExecutor:  # fmt: skip
     """`slots`: slots of the cache besides a ring of `ring_slots`; None: every expert resident."""
     gguf = open_gguf(path)
@@ -164,6 +164,7 @@ def load_cached(
             ring_bytes=ring_slots * size,
             top_k=numbers.top_k,
             decode_rows=decode_rows,
+            short_rows=max(short_rows, default=0),
             **({"cpus": [-1, -1]} | options),
         )
     for spec in specs:
@@ -174,5 +175,5 @@ def load_cached(
     reader.close()
     return CudaExecutor(
         memory, model, store, n_cells=n_cells, max_rows=max_rows, kv=kv, decode_rows=decode_rows, max_sequences=4,
-        eager=eager, start_cells=start_cells,
+        eager=eager, start_cells=start_cells, short_rows=short_rows,
     )  # fmt: skip

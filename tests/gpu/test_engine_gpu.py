@@ -85,6 +85,19 @@ def test_more_rows_than_graphs_of_their_own_are_padded(model: Callable[..., Path
         np.testing.assert_array_equal(got, want)
 
 
+def test_more_streams_than_a_tile_of_attention(model: Callable[..., Path]) -> None:
+    """20 streams in the graph of 24 rows: its launches are those of the warm-up, whose rows are of one sequence."""
+    path = model()
+    captured, eager = (
+        load_cuda(path, decode_rows=24, max_sequences=24, n_cells=64 * PAGE, eager=e) for e in (False, True)
+    )
+    captured.warm_up()
+    eager.warm_up()
+    for i in range(4):
+        batch = step(20, [i + s for s in range(20)], i)
+        np.testing.assert_array_equal(captured.forward(batch), eager.forward(batch))
+
+
 def test_a_replay_allocates_nothing(model: Callable[..., Path]) -> None:
     executor = load_cuda(model(), decode_rows=4, n_cells=16 * PAGE)
     executor.warm_up()

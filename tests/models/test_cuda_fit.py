@@ -273,14 +273,14 @@ def test_doctor_names_a_limit_on_locked_memory(monkeypatch: pytest.MonkeyPatch) 
     (line,) = doctor.lock_hints(10 << 30, gpu=False) or [""]
     assert line == "" or "limited to 10.00 GiB: --mlock" in line  # a machine with less memory than that has no limit
     assert doctor.lock_hints(resource.RLIM_INFINITY, gpu=True) == []
+    monkeypatch.setattr(doctor, "_may_lock", lambda: True)
+    assert doctor.lock_hints(8 << 20, gpu=True) == []
 
 
 def test_doctor_says_when_there_are_no_huge_pages() -> None:
     (line,) = doctor.huge_page_hints("never")
     assert "Cure: echo madvise" in line
     assert doctor.huge_page_hints("madvise") == doctor.huge_page_hints("always") == []
-    monkeypatch.setattr(doctor, "_may_lock", lambda: True)
-    assert doctor.lock_hints(8 << 20, gpu=True) == []
 
 
 def test_doctor_prints_hints_without_a_bad_status() -> None:
