@@ -120,7 +120,9 @@ def loading(load: Any) -> None:
 def small(module: Any) -> None:
     """Granules and reserves for models of a few MiB. A chunk of experts is no larger than a granule: what KV needs is
     less than a budget in whole MiB leaves over, so that only the chunks show that memory went from one to the other."""
-    for name, value in {"GRAPHS": MIB, "CHUNK_BYTES": MIB // 16, "GRANULE": MIB // 16}.items():
+    for name, value in {
+        "GRAPHS": MIB, "CHUNK_BYTES": MIB // 16, "GRANULE": MIB // 16, "SHORT_ROWS": (16,),
+    }.items():  # fmt: skip
         if hasattr(module, name):
             setattr(module, name, value)
 
