@@ -1,6 +1,8 @@
 // A ggml graph of fixed shape for Python: built once, computed again and again.
 #include "graph.h"
 
+#include "attention.h"
+
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -92,6 +94,12 @@ static T flash_attention(Graph & g, T q, T k, T v, T mask, T sinks, float scale,
     return ggml_reshape_2d(g.ctx, o, o->ne[0] * o->ne[1], o->ne[2] * o->ne[3]);
 }
 
+// The same by ours where that is faster (attention.h).
+static T attention(Graph & g, T q, T k, T v, T mask, T sinks, float scale, float softcap) {
+    T o = own_attention(g.ctx, q, k, v, mask, sinks, scale, softcap);
+    return o ? ggml_reshape_2d(g.ctx, o, o->ne[0] * o->ne[1], o->ne[2]) : flash_attention(g, q, k, v, mask, sinks, scale, softcap);
+}
+
 // Each row's k expert scales out of a float32 [experts]: [1, k, rows].
 static T expert_scale(Graph & g, T scale, T ids) {
     T s = ggml_reshape_3d(g.ctx, scale, 1, scale->ne[0], 1);
@@ -155,7 +163,9 @@ static void bind_operators(nb::class_<Graph> & cls) {
         .def("expert_scale", &expert_scale, RI)
         .def("sum_ranks", &sum_ranks, RI)
         .def("flash_attention", &flash_attention, RI, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("mask"),
-             nb::arg("sinks").none(), nb::arg("scale"), nb::arg("softcap"));
+             nb::arg("sinks").none(), nb::arg("scale"), nb::arg("softcap"))
+        .def("attention", &attention, RI, nb::arg("q"), nb::arg("k"), nb::arg("v"), nb::arg("mask"), nb::arg("sinks").none(),
+             nb::arg("scale"), nb::arg("softcap"));
 }
 
 void bind_graph(nb::module_ & m) {
@@ -177,6 +187,10 @@ void bind_graph(nb::module_ & m) {
         .def("compute", &Graph::compute, nb::call_guard<nb::gil_scoped_release>())
         .def_prop_ro("stale", &Graph::stale)
         .def_prop_ro("n_nodes", [](Graph & g) { return ggml_graph_n_nodes(g.nodes); })
+        .def_prop_ro("operators", [](Graph & g) {
+            std::vector<std::string> names;
+            for (int i = 0; i < ggml_graph_n_nodes(g.nodes); i++) names.push_back(ggml_op_desc(ggml_graph_node(g.nodes, i)));
+            return names; })
         .def("set", [](Graph &, T t, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> v) { set(t, v); })
         .def("set_used", [](Graph &, T t, nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu> v) {
             if (t->data) set(t, v); },

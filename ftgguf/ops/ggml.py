@@ -154,7 +154,7 @@ class GgmlOps(Ops):
         v = self.g.window(self.cells.pool(2 * layer + 1), p.v_dim, p.kv_heads, self.n_kv)
         sinks = None if p.sinks is None else p.sinks.plain
         q = self.g.permute(q, 0, 2, 1, 3)
-        return self.g.flash_attention(q, k, v, self.mask(p.window), sinks, p.scale, p.softcap)
+        return self.g.attention(q, k, v, self.mask(p.window), sinks, p.scale, p.softcap)
 
     def select(self, x: Tensor) -> Tensor:
         return self.g.get_rows(x, self.inputs.outputs)
