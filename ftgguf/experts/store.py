@@ -261,7 +261,8 @@ class CachedStore(ExpertStore):
 
     def place(self, layer: int, x: Activations, ids: torch.Tensor, weights: torch.Tensor) -> Placement:
         index = self.index[layer]
-        if self.prompting or ids.shape[0] > self.most_rows:
+        # The last layer of a prompt runs for its wanted rows alone, and so as decode does.
+        if ids.shape[0] > (self.decode_rows if self.prompting else self.most_rows):
             self.prefill_passes += index == 0
             return self.prefill.place(index, x, ids, weights)
         b, n = self.buffers, ids.numel()
