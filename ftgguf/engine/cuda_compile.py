@@ -41,6 +41,12 @@ class Job:
     kv: str
     short_rows: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, text: str) -> Job:
+        """Of the JSON of its fields."""
+        fields = json.loads(text)
+        return cls(**{**fields, "short_rows": tuple(fields["short_rows"])})
+
 
 def cache_folder() -> Path:
     """Triton's disk cache."""
@@ -172,7 +178,7 @@ def _compile(job: Job, share: int, count: int) -> None:
             store.slot_addr[i] = torch.zeros(spec.experts, dtype=torch.int64)
     executor = CudaExecutor(
         memory, model, store, n_cells=job.n_cells, max_rows=job.max_rows, decode_rows=job.decode_rows,
-        max_sequences=job.decode_rows, kv=job.kv, short_rows=tuple(job.short_rows),
+        max_sequences=job.decode_rows, kv=job.kv, short_rows=job.short_rows,
     )  # fmt: skip
     executor.rehearse(share, count)
 
@@ -185,7 +191,7 @@ def main() -> None:
     parser.add_argument("share", help="i/n: every n-th pass from the i-th")
     options = parser.parse_args()
     share, _, count = options.share.partition("/")
-    _compile(Job(**json.loads(options.job)), int(share), int(count))
+    _compile(Job.of(options.job), int(share), int(count))
 
 
 if __name__ == "__main__":

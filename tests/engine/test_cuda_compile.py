@@ -49,7 +49,7 @@ def test_each_has_its_share_and_a_complete_cache_needs_none(tmp_path: Path, monk
     survey: Any = None
     helpers = Helpers(JOB, survey)
     assert [line[-1] for line in started] == ["0/4", "1/4", "2/4", "3/4"]
-    assert {Job(**json.loads(line[-2])) for line in started} == {JOB}
+    assert {Job.of(line[-2]) for line in started} == {JOB}
     helpers.complete()
     assert Helpers(JOB, survey).wait() == "kernels found in the cache"
     assert len(started) == 4
