@@ -10,7 +10,9 @@ from ftgguf.bench.xllamacpp_server import main
 def test_questions_are_answered_without_the_wheel(capsys: pytest.CaptureFixture[str]) -> None:
     """Exit statuses are llama-server's: 0 for what is printed, 1 for a flag that is refused."""
     assert main(["--help"]) == 0
-    assert "-m FILE" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "-m FILE" in said
+    assert "--port" in said and "--ctx-size" in said, "what tells a llama-server from other programs (bench/peers.py)"
     assert main(["--version"]) == 0
     assert "version" in capsys.readouterr().out
     assert main(["--list-devices"]) == 1
