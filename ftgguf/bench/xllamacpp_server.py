@@ -2,8 +2,8 @@
 
 `python -m ftgguf.bench.xllamacpp_server -m FILE -c N -np N -t N -ub N --host H --port N ...`
 
-Flags are those of `ftgguf serve --help`. Used are -m, --host, --port, -c (--ctx-size), -b, -ub, -np, --kv-unified, -ctk,
--ctv, -fa, -t, -tb, --no-repack, --cache-ram and --no-warmup; everything runs on the CPU.
+Flags are those of `ftgguf serve --help`. Used are -m, --host, --port, -c (--ctx-size), -b, -ub, -np, --kv-unified,
+-ctk, -ctv, -fa, -t, -tb, --no-repack, --cache-ram and --no-warmup; everything runs on the CPU.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ def test_questions_are_answered_without_the_wheel(capsys: pytest.CaptureFixture[
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert "-m FILE" in said
-    assert "--port" in said and "--ctx-size" in said, "what tells a llama-server from other programs (bench/peers.py)"
+    assert "--port" in said
+    assert "--ctx-size" in said, "what tells a llama-server from other programs (bench/peers.py)"
     assert main(["--version"]) == 0
     assert "version" in capsys.readouterr().out
     assert main(["--list-devices"]) == 1
