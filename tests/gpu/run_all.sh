@@ -67,7 +67,7 @@ esac
 case $what in *tests*)
     OMP_NUM_THREADS=4 timeout -s INT -k 15 "${TEST_LIMIT:-240}" python3 -m pytest -p no:cacheprovider --tb=short \
         --durations=5 ${TEST_ARGS:-} tests/gpu/test_engine_gpu.py tests/gpu/test_store_gpu.py \
-        tests/gpu/test_residency_gpu.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
+        tests/gpu/test_residency_gpu.py tests/experts/test_short_prompts.py tests/models/test_cuda_executor.py tests/models/test_cuda_segments.py \
         >"$out/engine-tests.log" 2>&1 || echo "ended with status $?" >>"$out/engine-tests.log"
     grep -h -E "^(FAILED|ERROR|E  )|passed|failed|error" "$out/engine-tests.log" | cut -c1-240 | head -60
     ;;
@@ -140,6 +140,10 @@ case $what in *against*)
     cat "$out/against.md"
     ;;
 esac
-case $what in *kernels*) sh tests/gpu/run_kernels.sh "$out" ;; esac
+case $what in *kernels*)
+    python3 -m ftgguf.bench.residency 2>&1 | tee "$out/residency.txt"
+    sh tests/gpu/run_kernels.sh "$out"
+    ;;
+esac
 python3 tests/gpu/summary.py "$out" 2>&1 | tee "$out/summary.md"
 exit 0
