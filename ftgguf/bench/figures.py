@@ -36,11 +36,13 @@ def _turns(report: Report) -> Section | None:
     for session in dict.fromkeys(t.session for t in report.turns):
         lines = []
         for c in report.contestants:
-            turns = [t for t in report.turns if (t.session, t.contestant) == (session, c.name) and not t.error]
+            mine = [t for t in report.turns if (t.session, t.contestant) == (session, c.name) and not t.error]
+            turns = [t for t in mine if t.ttft_ms >= 0]
             numbers = sorted({t.turn for t in turns})
             points = [(float(n), mean([t.ttft_ms for t in turns if t.turn == n])) for n in numbers]
             lines.append(Line(c.name, points))
-        plots.append(Plot(session, "turn", "TTFT ms", lines))
+        if any(line.points for line in lines):
+            plots.append(Plot(session, "turn", "TTFT ms", lines))
     text = "How long a user waits for an answer to begin, turn by turn; lower is better. The mean over the rounds."
     return Section("Time to the first token by turn", text, plots)
 
@@ -65,7 +67,8 @@ def _speed_over_time(report: Report) -> Section | None:
 
 
 def _session_speeds(report: Report, name: str) -> list[tuple[float, float]]:
-    turns = [t for t in report.turns if t.contestant == name and not t.error and t.n_gen > 1 and t.total_ms > t.ttft_ms]
+    mine = [t for t in report.turns if t.contestant == name and not t.error and t.n_gen > 1]
+    turns = [t for t in mine if 0 <= t.ttft_ms < t.total_ms]
     if report.kind == "proxy":  # answers end in any order; a replay's rounds begin again at 0
         turns = sorted(turns, key=lambda t: t.at_s + t.total_ms / 1e3)
     return [(t.at_s + t.total_ms / 1e3, (t.n_gen - 1) / (t.total_ms - t.ttft_ms) * 1e3) for t in turns]

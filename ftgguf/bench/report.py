@@ -142,6 +142,7 @@ class Turn(msgspec.Struct):
     cached_n: int
     """Prompt tokens the server says it took from its cache; -1 where it does not say."""
     ttft_ms: float
+    """-1 where the answer was not streamed: nobody knows when its first token was made."""
     total_ms: float
     n_gen: int
     started_s: float = 0.0

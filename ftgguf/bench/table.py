@@ -173,7 +173,8 @@ def turn_rows(report: Report) -> tuple[list[str], list[list[str]]]:
                 row += ["-", "failed" if turns else "-"]
                 continue
             cached = min(t.cached_n for t in turns)
-            row += [str(cached) if cached >= 0 else "-", value_in_words(mean([t.ttft_ms for t in turns]))]
+            waits = [t.ttft_ms for t in turns if t.ttft_ms >= 0]
+            row += [str(cached) if cached >= 0 else "-", value_in_words(mean(waits)) if waits else "-"]
         rows.append(row)
     columns = ["session", "turn", "kind", "prompt"]
     for name in names:

@@ -110,7 +110,7 @@ class Ledger:
             asked.turn,
             max(meter.prompt_n, 0),
             meter.cached_n,
-            max(meter.first, 0.0) * 1e3,
+            -1.0 if meter.whole else max(meter.first, 0.0) * 1e3,
             total * 1e3,
             meter.n_gen,
             asked.at - c.began,
@@ -203,7 +203,10 @@ class Ledger:
 
 
 def _samples(meter: Meter, total: float) -> Samples:
-    found = {"TTFT ms": meter.first * 1e3, "request ms": total * 1e3}
+    found = {"request ms": total * 1e3}
+    if meter.whole:
+        return found
+    found = {"TTFT ms": meter.first * 1e3} | found
     # tokens that came all at once were not made in no time
     if meter.n_gen > 1 and meter.last - meter.first > (meter.n_gen - 1) * BURST_S:
         found["tok/s"] = (meter.n_gen - 1) / (meter.last - meter.first)

@@ -23,6 +23,8 @@ class Meter:
     last: float = -1.0
     events: int = 0
     """Pieces of text."""
+    whole: bool = False
+    """The text came in one document, not streamed: when its first token was made is not known."""
     text: str = ""
     prompt_n: int = -1
     cached_n: int = -1
@@ -49,20 +51,24 @@ class Meter:
             self._read(b"\n".join(self._lines), at)
 
     def _line(self, line: bytes, at: float) -> None:
-        if line.startswith(b"data:"):
+        event = line.startswith(b"data:")
+        if event:
             line = line[5:].strip()
         elif line.startswith((b"event:", b"id:", b"retry:", b":")):
             return
-        if line and line != b"[DONE]" and not self._read(line, at):
+        if line and line != b"[DONE]" and not self._read(line, at, event):
             self._lines.append(line)
 
-    def _read(self, line: bytes, at: float) -> bool:
+    def _read(self, line: bytes, at: float, event: bool = False) -> bool:
         try:
             document = json.loads(line)
         except ValueError:
             return False
         if isinstance(document, dict):
+            before = self.events
             self._document(document, at)
+            # Ollama streams lines without `data:`, each but the last with `done` false
+            self.whole = self.whole or (self.events > before and not event and document.get("done") is not False)
         return True
 
     def _document(self, document: dict[str, Any], at: float) -> None:

@@ -80,6 +80,7 @@ def test_text_times_and_counts(name: str, size: int) -> None:
     assert meter.cached_n in (3, -1)
     assert 0 < meter.first <= meter.last <= len(pieces) + 1
     assert meter.error == ""
+    assert meter.whole == name.startswith("whole")
 
 
 def test_a_tool_call_counts_as_the_first_sign_of_life() -> None:

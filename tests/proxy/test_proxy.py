@@ -22,6 +22,7 @@ from ftgguf.bench.client import Target
 from ftgguf.bench.headline import headline
 from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report, from_json
 from ftgguf.bench.servers import free_port
+from ftgguf.bench.table import turn_rows
 from ftgguf.proxy.app import Proxy, Side
 from ftgguf.proxy.ledger import Asked, Ledger
 from ftgguf.proxy.meter import Meter
@@ -221,6 +222,23 @@ def test_tokens_that_came_at_once_are_no_speed() -> None:
         meter = Meter(first=1.0, last=1.0001, prompt_n=4, predicted_n=11, events=11, text="x")
         ledger.answered(asked, side, meter, 1.1)
     assert [row.metric for row in report.rows] == ["TTFT ms", "request ms"]
+
+
+def test_unstreamed_answers_have_no_time_to_the_first_token() -> None:
+    """A whole answer of 100 ms says when it was complete; the streamed one alone has a first token (50 ms)."""
+    report, ledger, a, b = books()
+    whole = json.dumps({"choices": [{"message": {"content": "Hello"}}], "usage": {"completion_tokens": 2}}).encode()
+    for text, body in (("one", whole), ("two", b'data: {"choices": [{"text": "Hello"}]}\n\n')):
+        asked = ledger.ask(chat(text), 0.0)
+        for side in (a, b):
+            meter = Meter()
+            meter.feed(body, 0.05)
+            meter.end(0.1)
+            ledger.answered(asked, side, meter, 0.1)
+    assert {row.metric: row.samples["A"] for row in report.rows} == {"TTFT ms": [50.0], "request ms": [100.0, 100.0]}
+    shown = [row[-2:] for row in turn_rows(report)[1]]
+    assert shown == [["-", "-"], ["-", "50.0"]]
+    assert "nan" not in html.page(report)
 
 
 def test_half_answered_requests_and_answers_at_the_same_time_are_counted() -> None:
