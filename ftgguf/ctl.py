@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from ftgguf.arguments import Parser
 from ftgguf.terminal.remote import DEFAULT_PORT, address
 
 MIB = 1 << 20
@@ -22,10 +23,10 @@ class CtlError(Exception):
     """The server did not do it; the text is for the user."""
 
 
-def _where(top: bool) -> argparse.ArgumentParser:
+def _where(top: bool) -> Parser:
     """The flags that say which server, before the command and after it; there they only replace what was given."""
     kept: Any = argparse.SUPPRESS
-    flags = argparse.ArgumentParser(add_help=False)
+    flags = Parser(add_help=False)
     flags.add_argument(
         "--host", default="" if top else kept, help="the server's address, host[:port] or URL (OLLAMA_HOST, 127.0.0.1)"
     )
@@ -34,9 +35,9 @@ def _where(top: bool) -> argparse.ArgumentParser:
     return flags
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     after = [_where(top=False)]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "ftgguf ctl", description="Control a running server.", allow_abbrev=False, parents=[_where(top=True)]
     )
     what = parser.add_subparsers(dest="what", required=True, metavar="cache")

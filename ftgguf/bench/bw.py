@@ -2,7 +2,7 @@
 
 Reads the routed experts of a few layers of each type into the host bank and measures with the kernels that serve. The
 figures are stored as this machine's profile, which `serve` then uses instead of its start-up probe. Without a CUDA
-device only the CPU's side is measured, and the profile says so.
+device only the CPU's side is measured, and the profile is a record of it that `serve` does not use.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ftgguf.arguments import Parser, at_least, seconds
 from ftgguf.bench import host
 from ftgguf.bench.publish import add_output_flags, publish
 from ftgguf.bench.recording import command_line
@@ -127,10 +128,10 @@ def fill_report(report: Report, measured: dict[str, Measured], gpu: bool) -> Non
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="ftgguf bench bw", description=__doc__)
+    parser = Parser(prog="ftgguf bench bw", description=__doc__)
     parser.add_argument("-m", "--model", required=True, help="a file or name of a model with routed experts")
-    parser.add_argument("-t", "--threads", type=int, default=0, help="CPU threads (default: all but one)")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
+    parser.add_argument("-t", "--threads", type=at_least(1), help="CPU threads (default: all but one)")
+    parser.add_argument("--seconds", type=seconds, default=0.5, help="time for each figure")
     parser.add_argument("--no-store", action="store_true", help="do not store the profile")
     add_output_flags(parser)
     return parser
@@ -153,6 +154,8 @@ def main(argv: list[str]) -> int:
     try:
         path = Path(str(resolve_with_bar(options.model)))
         claimed = cores.claim(options.threads or _most_threads())
+        if options.threads and len(claimed.cpus) < options.threads:
+            report.notes.append(f"-t {options.threads} was cut to {len(claimed.cpus)}: there are no more CPUs here")
         report.notes += [claimed.line] if claimed.line else []
         store = load_store(path, device, claimed.cpus)
     except (ModelError, MemoryError, OSError, ValueError, NameResolutionError, DemoError) as error:
@@ -175,10 +178,17 @@ def main(argv: list[str]) -> int:
     where = ""
     if not options.no_store:
         where = str(profile.store(measure.profile_folder(), measure.profile_of(measured, key)))
-    report.notes.append(f"stored in {where}: `serve` uses it from now on" if where else "not stored")
+    report.notes.append(f"stored in {where}: {_use_of(device)}" if where else "not stored")
     report.data = {"key": asdict(key), "types": {k: asdict(m) for k, m in measured.items()}, "stored": where}
     publish(report, output=options.output, page=options.html, report_file=options.report)
     return report.status
+
+
+def _use_of(device: torch.device) -> str:
+    """What the stored profile is good for: `serve` asks for one where it splits misses between a link and the CPU."""
+    if device.type == "cuda":
+        return "`serve` uses it from now on"
+    return "a record of the CPU's figures, which `serve` does not use: it needs a profile only beside a GPU"
 
 
 def link_of(device: torch.device) -> str:

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+from ftgguf.arguments import Parser, whole
 from ftgguf.bench import host
 from ftgguf.bench.publish import add_output_flags, publish
 from ftgguf.bench.recording import command_line
@@ -29,7 +30,7 @@ _machine: Machine
 
 def build_parser(prog: str = "ftgguf bench cache") -> argparse.ArgumentParser:
     """The command's arguments."""
-    p = argparse.ArgumentParser(prog, description="Replay a routing trace through expert-cache policies.")
+    p = Parser(prog=prog, description="Replay a routing trace through expert-cache policies.")
     p.add_argument("--trace", type=Path, required=True, help="npz: experts [tokens, layers, k], offsets of sessions")
     p.add_argument("--tokens", type=int, default=1000, help="tokens to replay (default 1000; 0: all)")
     p.add_argument("--skip", type=int, default=0, help="tokens to leave out at the beginning")
@@ -124,8 +125,19 @@ def _lines(table: dict[str, dict[int, Result]], value: Callable[[Result], float]
     ]
 
 
+def _percent(text: str) -> list[int]:
+    """The sizes in `--percent`. Raises ValueError."""
+    try:
+        percent = [whole(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--percent: {error}") from None
+    if not all(0 <= p <= 100 for p in percent):
+        raise ValueError("--percent: sizes are 0..100")
+    return percent
+
+
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit status. Bad input is one line on stderr and status 2."""
+    """Run the command; returns the exit status. Bad input is one line on stderr and status 1."""
     given = list(sys.argv[1:] if args is None else args)
     a = build_parser().parse_args(given)
     try:
@@ -138,13 +150,11 @@ def main(args: Sequence[str] | None = None) -> int:
         unknown = [p for p in policies if p not in POLICIES]
         if unknown or not policies:
             raise ValueError(f"--policies: unknown {unknown}; choose from {', '.join(POLICIES)}")
-        percent = [int(p) for p in a.percent.split(",")]
-        if not all(0 <= p <= 100 for p in percent):
-            raise ValueError("--percent: sizes are 0..100")
+        percent = _percent(a.percent)
         results = measure(trace, machine, policies, percent, a.jobs)
     except ValueError as e:
         print(f"ftgguf bench cache: {e}", file=sys.stderr)
-        return 2
+        return 1
     report = Report("cache", command_line(["ftgguf", "bench", "cache", *given]), host.describe())
     fill_report(report, trace, machine, results)
     publish(report, output=a.output, page=a.html, report_file=a.report)

@@ -14,6 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from ftgguf.arguments import Parser
 from ftgguf.bench.kernel_timing import (
     BIG,
     EXPERT,
@@ -196,7 +197,7 @@ def _compile(job: tuple[int, str, list[Type], bool]) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="ftgguf bench kernels", description=__doc__)
+    parser = Parser(prog="ftgguf bench kernels", description=__doc__)
     parser.add_argument(
         "--sweep",
         nargs="*",

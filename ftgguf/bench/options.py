@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ftgguf.arguments import at_least, seconds, whole
 from ftgguf.bench.plan import SpeedTest, int_list, make_tests, pair
 from ftgguf.flags.table import by_spelling
 
@@ -135,22 +136,11 @@ def _choice(allowed: Sequence[str]) -> Callable[[str], str]:
     return parse
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(f"{text} is less than 1")
-    return value
+_positive = at_least(1)
 
 
 def _workloads(text: str) -> tuple[str, ...]:
     return tuple(_choice(WORKLOADS)(part) for part in text.split(","))
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise ValueError(f"{text} is no number of seconds")
-    return value
 
 
 _LISTS = {"-p": "prompts", "--n-prompt": "prompts", "-n": "gens", "--n-gen": "gens", "-d": "depths"}
@@ -161,7 +151,7 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--model": ("model", str),
     "-r": ("repetitions", _positive),
     "--repetitions": ("repetitions", _positive),
-    "--seed": ("seed", int),
+    "--seed": ("seed", whole),
     "-o": ("output", _choice(FORMATS)),
     "--output": ("output", _choice(FORMATS)),
     "--html": ("html", str),
@@ -175,9 +165,9 @@ _VALUES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--workload": ("workloads", _workloads),
     "--sessions": ("sessions", _positive),
     "--turns": ("turns", _positive),
-    "--timeout": ("timeout", _seconds),
-    "--longest": ("longest", _seconds),
-    "--limit": ("limit", _seconds),
+    "--timeout": ("timeout", seconds),
+    "--longest": ("longest", seconds),
+    "--limit": ("limit", seconds),
 }
 _VARIED = (
     *("-b", "--batch-size", "-ub", "--ubatch-size", "-t", "--threads", "-ctk", "--cache-type-k", "-ctv"),

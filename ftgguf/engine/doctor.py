@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import resource
@@ -12,6 +11,7 @@ from pathlib import Path
 import psutil
 
 from ftgguf import __version__
+from ftgguf.arguments import Parser
 from ftgguf.engine import devices
 from ftgguf.engine.memory import available_memory
 from ftgguf.flags.machine import read_machine
@@ -22,7 +22,7 @@ Row = tuple[str, str]
 
 def main(argv: list[str]) -> int:
     """Print the report; the exit status is 1 when something is wrong that has a cure."""
-    argparse.ArgumentParser(prog="ftgguf doctor", description=__doc__).parse_args(argv)
+    Parser(prog="ftgguf doctor", description=__doc__).parse_args(argv)
     rows, problems, hints = report()
     width = max(len(name) for name, _ in rows)
     for name, text in rows:

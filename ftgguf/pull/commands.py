@@ -1,6 +1,6 @@
 """`ftgguf pull | list | show | rm | cp | create`: each takes its arguments and returns the exit status.
 
-Output is Ollama's; errors are one line on stderr, `Error: ...`. Status: 0 done, 1 failed, 2 wrong usage, 130
+Output is Ollama's; errors are one line on stderr, `Error: ...`. Status: 0 done, 1 failed or wrong usage, 130
 interrupted. `--json` writes what Ollama's HTTP API would answer.
 """
 
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from ftgguf.arguments import BAD_USAGE, Parser
 from ftgguf.flags.config import ModelConfig
 from ftgguf.gguf import GGUFError
 from ftgguf.pull import resolve
@@ -33,9 +34,9 @@ from ftgguf.pull.sizes import ago, human
 from ftgguf.pull.store import Store, stored_name
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"Error: {message}\n{self.format_usage()}")
+        self.exit(BAD_USAGE, f"Error: {message}\n{self.format_usage()}")
 
 
 def _parser(name: str, description: str) -> _Parser:

@@ -44,7 +44,7 @@ def script(argv: Sequence[str]) -> int:
     """`completion SHELL`."""
     if len(argv) != 1 or argv[0] not in SCRIPTS:
         print("usage: ftgguf completion bash|zsh|fish   for example: source <(ftgguf completion bash)", file=sys.stderr)
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
+        return 0 if argv and argv[0] in ("-h", "--help") else 1
     print(SCRIPTS[argv[0]], end="")
     return 0
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ftgguf.arguments import BAD_USAGE, Parser
 from ftgguf.pull.show import columns
 from ftgguf.pull.sizes import human
 
@@ -20,9 +21,9 @@ DEFAULT_PORT = 8080
 TIMEOUT_S = 30.0
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(Parser):
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"Error: {message}\n{self.format_usage()}")
+        self.exit(BAD_USAGE, f"Error: {message}\n{self.format_usage()}")
 
 
 def _parser(name: str, description: str) -> _Parser:

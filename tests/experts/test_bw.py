@@ -31,6 +31,7 @@ def test_the_cpu_side_is_measured_and_stored(
     assert "NOT MEASURED" in page.read_text()
     assert [row[0] for row in report["tables"][0]["rows"]] == ["Q4_K", "Q4_K+Q6_K"]
     assert "<svg" in page.read_text()
+    assert "which `serve` does not use" in "".join(report["notes"])
     record = report["data"]
     assert set(record["types"]) == {"Q4_K", "Q4_K+Q6_K"}
     for m in record["types"].values():
@@ -42,6 +43,13 @@ def test_the_cpu_side_is_measured_and_stored(
     other = stored_costs(torch.device("cpu"), 7)
     assert not other.measured
     assert "threads was 1, is 7" in other.source
+
+
+def test_threads_beyond_the_cpus_are_cut_and_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make("qwen3moe", tmp_path / "m.gguf", n_layer=1)
+    assert bw.main(["-m", str(path), "--seconds", "0.01", "-t", "4096", "--no-store", "-o", "json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert f"-t 4096 was cut to {report['settings']['threads']}: there are no more CPUs here" in report["notes"]
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

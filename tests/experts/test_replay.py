@@ -114,12 +114,13 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--policies", "fifo"], "fifo"),
         (["--percent", "101"], "0..100"),
+        (["--percent", "abc"], "--percent: expected a whole number, got 'abc'"),
         (["--skip", "400"], "fewer than"),
         (["--bp", "0"], "positive"),
         (["--trace", __file__], "not a readable npz"),
     ],
 )
 def test_bad_input(change: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line naming the cause, status 2."""
-    assert cache.main(["--trace", str(TRACE), "--jobs", "1", *change]) == 2
+    """One line naming the cause, status 1."""
+    assert cache.main(["--trace", str(TRACE), "--jobs", "1", *change]) == 1
     assert message in capsys.readouterr().err

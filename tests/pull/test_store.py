@@ -369,7 +369,7 @@ def test_pull_command(source: FakeSource, server: Running, capsys: pytest.Captur
     assert capsys.readouterr().err.splitlines()[-1].startswith("Error: ")
     with pytest.raises(SystemExit) as stop:
         commands.pull([])
-    assert stop.value.code == 2
+    assert stop.value.code == 1
 
 
 def test_errors_of_commands(capsys: pytest.CaptureFixture[str], home: Path) -> None:

@@ -40,7 +40,7 @@ def test_suggestions() -> None:
 
 
 def test_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script(["tcsh"]) == 2
+    assert script(["tcsh"]) == 1
     assert "bash|zsh|fish" in capsys.readouterr().err
     assert script(["fish"]) == 0
     assert capsys.readouterr().out == SCRIPTS["fish"]
