@@ -113,11 +113,12 @@ class Proxy:
         meter = Meter()
         self.in_flight += asked is not None
 
-        def done(error: str = "") -> None:
+        def done(error: str = "", status: int = 0) -> None:
             if asked is not None:
                 self.in_flight -= 1
                 meter.end(time.perf_counter() - started)
-                self.ledger.answered(asked, side.contestant, meter, time.perf_counter() - started, error, started)
+                took = time.perf_counter() - started
+                self.ledger.answered(asked, side.contestant, meter, took, error, started, status)
                 if self.mode == "mirror" and not self.at_once:
                     self._queue.put_nowait((asked, target, headers, body))
                 self.changed()
@@ -142,7 +143,7 @@ class Proxy:
                 error = _why(broken)
                 raise
             finally:
-                done(error)
+                done(error, reply.status_code)
                 await reply.aclose()
 
         answer = StreamingResponse(stream(), reply.status_code)
@@ -159,7 +160,7 @@ class Proxy:
     async def _ask_b(self, asked: Asked, target: str, headers: list[tuple[str, str]], body: bytes) -> None:
         """The same request to B; its answer is measured and dropped."""
         started = time.perf_counter()
-        meter, error = Meter(), ""
+        meter, error, status = Meter(), "", 0
         self.in_flight += 1
         outgoing = self.client.build_request("POST", self.b.url + target, headers=self.b.headers(headers), content=body)
         try:
@@ -171,14 +172,16 @@ class Proxy:
                         raise httpx.ReadTimeout("it hangs")
             finally:
                 await reply.aclose()
-            if reply.status_code != 200:
-                error = meter.error or f"status {reply.status_code}"
+            status = reply.status_code
+            if status != 200:
+                error = meter.error or f"status {status}"
         except httpx.HTTPError as broken:
             error = _why(broken)
         finally:
             self.in_flight -= 1
         meter.end(time.perf_counter() - started)
-        self.ledger.answered(asked, self.b.contestant, meter, time.perf_counter() - started, error, started)
+        took = time.perf_counter() - started
+        self.ledger.answered(asked, self.b.contestant, meter, took, error, started, status)
         self.changed()
         waiting = self._queue.qsize()
         if waiting and waiting % 10 == 0:

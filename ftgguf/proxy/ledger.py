@@ -16,6 +16,10 @@ from ftgguf.proxy.meter import Meter
 
 MAX_SESSIONS = 256
 """Conversations remembered for grouping."""
+SHOWN_PARTED = 20
+"""Requests whose greedy texts part that are named."""
+BUSY = (408, 429)
+"""Statuses below 500 that speak of the server, not of the request."""
 Samples = dict[str, float]
 """By metric: milliseconds, tokens a second."""
 
@@ -51,6 +55,16 @@ class Half:
     figures: Samples
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One side's refusal of a mirrored request that the other has not answered yet: its fault only if that one does
+    otherwise."""
+
+    side: Contestant
+    status: int
+    turn: Turn
+
+
 @dataclass(slots=True)
 class Ledger:
     """Books of both sides. `a` and `b` are contestants of `report`.
@@ -73,6 +87,14 @@ class Ledger:
     _spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """When each side was at work, by the proxy's clock."""
     _answers: dict[tuple[str, int], str] = field(default_factory=dict)
+    _parted: list[str] = field(default_factory=list)
+    """Requests whose greedy texts part, and where."""
+    _refused: dict[tuple[str, int], Refusal] = field(default_factory=dict)
+    """Mirrored requests that one side has refused and the other not answered."""
+    _done: set[tuple[str, int]] = field(default_factory=set)
+    """Mirrored requests that one side has answered, well or not, other than with a refusal."""
+    _alike: list[str] = field(default_factory=list)
+    """Requests that both refused with the same status."""
     _count: int = 0
     _began: float = -1.0
     """When the first request came, by the proxy's clock."""
@@ -95,11 +117,21 @@ class Ledger:
         return asked
 
     def answered(
-        self, asked: Asked, side: Contestant, meter: Meter, total: float, error: str = "", sent: float = -1.0
+        self,
+        asked: Asked,
+        side: Contestant,
+        meter: Meter,
+        total: float,
+        error: str = "",
+        sent: float = -1.0,
+        status: int = 200,
     ) -> None:
-        """A side's answer is complete, or failed with `error`; it was asked at `sent` (default: when the proxy was)."""
+        """A side's answer of that HTTP `status` is complete, or failed with `error`; it was asked at `sent` (default:
+        when the proxy was)."""
         sent = asked.at if sent < 0 else sent
         self._spans.setdefault(side.name, []).append((sent, sent + total))
+        if status >= 400 and meter.error:
+            error = f"status {status}: {meter.error}"
         error = error or meter.error
         if not error and meter.first < 0:
             error = "the answer holds no text"
@@ -118,9 +150,10 @@ class Ledger:
             error,
             sent - self._began,
         )
-        self.report.turns.append(turn)
+        if self.mirrored and self._alike_so_far(asked, side, turn, status):
+            return
+        self._book(side, turn)
         if error:
-            self.report.turn_failed(side, f"{c.name} turn {asked.turn}: {error}")
             return
         found = _samples(meter, total)
         if self.mirrored:
@@ -129,6 +162,30 @@ class Ledger:
         else:
             self._deal(asked, side, found)
         self._compare(asked, side, meter.text)
+
+    def _book(self, side: Contestant, turn: Turn) -> None:
+        self.report.turns.append(turn)
+        if turn.error:
+            self.report.turn_failed(side, f"{turn.session} turn {turn.turn}: {turn.error}")
+
+    def _alike_so_far(self, asked: Asked, side: Contestant, turn: Turn, status: int) -> bool:
+        """Whether `turn` is a refusal that the other side shares, or still may: the client's fault, not a failure."""
+        key = (turn.session, turn.turn)
+        refused = 400 <= status < 500 and status not in BUSY
+        first = self._refused.pop(key, None)
+        if first is not None:
+            if refused and first.status == status:
+                self._alike.append(f"{turn.session} turn {turn.turn} ({turn.error})"[:300])
+                return True
+            self._book(first.side, first.turn)
+        elif key in self._done:
+            self._done.discard(key)
+        elif refused:
+            self._refused[key] = Refusal(side, status, turn)
+            return True
+        else:
+            self._done.add(key)
+        return False
 
     def _pair(self, asked: Asked, two: Half) -> None:
         """Rows get a mirrored request once both have answered it."""
@@ -174,12 +231,36 @@ class Ledger:
             return
         self.compared += 1
         self.equal += other == text
+        if other != text:
+            at = next((i for i, (x, y) in enumerate(zip(other, text, strict=False)) if x != y), None)
+            at = min(len(other), len(text)) if at is None else at
+            self._parted.append(f"{key[0]} turn {key[1]} at character {at + 1}")
+
+    def close(self) -> Report:
+        """`finish`, once no more comes: a session that compared nothing is no success."""
+        names = {self.a.name, self.b.name}
+        if not any(names <= row.samples.keys() for row in self.report.rows):
+            if self._began < 0:
+                why = "no request came that generates"
+            elif self._alike and not self.report.turns:
+                why = "both sides refused every request"
+            else:
+                why = "no request was answered by both" if self.mirrored else "a side has answered no conversation"
+            self.report.trouble(NOT_COMPARABLE, f"nothing was compared: {why}")
+        return self.finish()
 
     def finish(self) -> Report:
         """The report with its closing notes; may be called again later."""
         kept = [n for n in self.report.notes if not n.startswith(("greedy requests", "requests that", "answers that"))]
         if self.compared:
             kept.append(f"greedy requests answered by both: {self.compared}, with equal texts: {self.equal}")
+        if self._parted:
+            more = f" and {len(self._parted) - SHOWN_PARTED} more" if len(self._parted) > SHOWN_PARTED else ""
+            kept.append(f"greedy requests whose texts part: {'; '.join(self._parted[:SHOWN_PARTED])}{more}")
+        if self._alike:
+            kept.append(f"requests that both refused alike, no failure: {len(self._alike)}, first {self._alike[0]}")
+        if self._refused:
+            kept.append(f"requests that one side refused and the other has not answered: {len(self._refused)}")
         if self._half:
             kept.append(f"requests that one side alone has answered, in no row and no ratio: {len(self._half)}")
         together = self._overlaps()

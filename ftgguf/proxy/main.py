@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
             watch.stop()
     if not server.started:
         return 1
-    publish(ledger.finish(), output=options.output, page=options.html, report_file=options.report)
+    publish(ledger.close(), output=options.output, page=options.html, report_file=options.report)
     return report.status
 
 

@@ -20,7 +20,7 @@ import uvicorn
 from ftgguf.bench import html
 from ftgguf.bench.client import Target
 from ftgguf.bench.headline import headline
-from ftgguf.bench.report import NOT_COMPARABLE, OK, PEER_FAILED, Contestant, Report, from_json
+from ftgguf.bench.report import NOT_COMPARABLE, OK, OURS_FAILED, PEER_FAILED, Contestant, Report, from_json
 from ftgguf.bench.servers import free_port
 from ftgguf.bench.table import turn_rows
 from ftgguf.proxy.app import Proxy, Side
@@ -33,8 +33,8 @@ from tests.bench.stub_server import Script, stub
 class Setting:
     """A running proxy with what it keeps books in."""
 
-    def __init__(self, url: str, report: Report, a_url: str) -> None:
-        self.url, self.report, self.a_url = url, report, a_url
+    def __init__(self, url: str, ledger: Ledger, a_url: str) -> None:
+        self.url, self.report, self.a_url, self.ledger = url, ledger.report, a_url, ledger
 
     def wait(self, turns: int) -> None:
         """Until so many answers are in the report."""
@@ -54,7 +54,8 @@ def running(a: Script, b: Script, **fields: object) -> Iterator[Setting]:
             Side(url, side, keeps_credentials=side.ours)
             for url, side in zip((a_url, b_url), report.contestants, strict=True)
         ]
-        proxy = Proxy(*sides, Ledger(report, *report.contestants), **fields)  # type: ignore[arg-type, call-arg]
+        ledger = Ledger(report, *report.contestants)
+        proxy = Proxy(*sides, ledger, **fields)  # type: ignore[arg-type, call-arg]
         port = free_port()
         server = uvicorn.Server(uvicorn.Config(proxy.app(), host="127.0.0.1", port=port, log_level="error"))
         thread = threading.Thread(target=server.run, daemon=True)
@@ -62,7 +63,7 @@ def running(a: Script, b: Script, **fields: object) -> Iterator[Setting]:
         while not server.started:
             time.sleep(0.01)
         try:
-            yield Setting(f"http://127.0.0.1:{port}", report, a_url)
+            yield Setting(f"http://127.0.0.1:{port}", ledger, a_url)
         finally:
             server.should_exit = True
             thread.join(10)
@@ -241,6 +242,53 @@ def test_unstreamed_answers_have_no_time_to_the_first_token() -> None:
     assert "nan" not in html.page(report)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize(("a", "b", "failed"), [(400, 400, ""), (400, 422, "AB"), (400, 200, "A"), (429, 429, "AB")])
+def test_a_bad_request_that_both_refuse_is_no_failure(a: int, b: int, failed: str, at_once: bool) -> None:
+    """It is counted apart; a refusal that the other side does not share, and `too many requests`, are failures."""
+    scripts = Script(status=a), Script(status=b)
+    with running(*scripts, at_once=at_once) as s:
+        assert httpx.post(s.url + "/v1/chat/completions", json=chat("hi")).status_code == a
+        s.wait(2 if failed else 0)
+        end = time.monotonic() + 10
+        while not failed and not any("refused alike" in n for n in s.ledger.finish().notes):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    report = s.ledger.close()
+    assert "".join(sorted(t.contestant for t in report.turns if t.error)) == failed
+    assert sorted(c.name for c in report.contestants if c.errors) == list(failed)
+    alike = "requests that both refused alike, no failure: 1, first conversation 0 turn 0 (status 400: stub says no)"
+    assert (alike in report.notes) == (not failed)
+    assert report.status == (OURS_FAILED if failed else NOT_COMPARABLE)
+    nothing = "nothing was compared: both sides refused every request"
+    assert (nothing in [t.text for t in report.troubles]) == (not failed)
+
+
+def test_refusals_do_not_spoil_a_session() -> None:
+    report, ledger, a, b = books()
+    bad = ledger.ask(chat("bad"), 0.0)
+    good = ledger.ask(chat("good"), 1.0)
+    for side in (a, b):
+        answer(ledger, side, good, 40)
+        ledger.answered(bad, side, Meter(), 0.1, "no such model", status=404)
+    assert ledger.close().status == OK
+    assert {t.session for t in report.turns} == {"conversation 1"}
+
+
+def test_it_is_said_where_greedy_texts_part() -> None:
+    _, ledger, a, b = books()
+    for i, (one, two) in enumerate((("same", "same"), ("abcd", "abXd"), ("ab", "abc"))):
+        asked = ledger.ask(chat(f"question {i}"), 0.0)
+        for side, text in ((a, one), (b, two)):
+            ledger.answered(asked, side, Meter(first=1.0, last=2.0, text=text, events=2), 2.0)
+    notes = ledger.finish().notes
+    assert notes == ledger.finish().notes
+    assert "greedy requests answered by both: 3, with equal texts: 1" in notes
+    assert (
+        "greedy requests whose texts part: conversation 1 turn 0 at character 3; conversation 2 turn 0 at character 3"
+    ) in notes
+
+
 def test_half_answered_requests_and_answers_at_the_same_time_are_counted() -> None:
     _, ledger, a, b = books()
     for i in range(3):
@@ -355,6 +403,31 @@ def test_the_command_writes_its_report_when_interrupted(tmp_path: Path) -> None:
     assert process.returncode == OK
     assert "<svg" in page.read_text()
     assert json.loads(saved.read_text())["settings"]["mode"] == "mirror, B after A"
+
+
+def test_a_session_without_a_request_is_no_success() -> None:
+    """Status 3 of docs/bench.md: nothing was compared."""
+    port = free_port()
+    with stub(Script()) as a, stub(Script()) as b:
+        command = [sys.executable, "-m", "ftgguf.proxy.main", "--a", a, "--b", b, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            end = time.monotonic() + 30
+            while True:
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/health")
+                    break
+                except httpx.TransportError:
+                    assert process.poll() is None
+                    assert time.monotonic() < end
+                    time.sleep(0.1)
+            os.kill(process.pid, signal.SIGINT)
+            out, errors = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == NOT_COMPARABLE
+    assert "TROUBLE (exit status 3): nothing was compared: no request came that generates" in out
+    assert "Traceback" not in errors
 
 
 def _answered(url: str, process: subprocess.Popen[str]) -> None:
