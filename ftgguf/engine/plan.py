@@ -43,6 +43,8 @@ STEP_SECONDS = 150e-6
 
 MISS_SECONDS = 35e-6
 """A cached layer's residency kernel, doorbell, wait and merge (docs/measurements/offload.md)."""
+NOT_SERVABLE = "it cannot be served so"
+"""In a line of a plan that `serve` refuses; the exit status is 1 then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,9 @@ def main(argv: list[str]) -> int:
         if config.router:
             raise NameResolutionError("which model? ftgguf plan MODEL")
         config = config_with_bar(replace(config, model=replace(config.model, offline=True)))
-        print("\n".join(lines(config)))
+        text = lines(config)
+        print("\n".join(text))
+        return int(any(NOT_SERVABLE in line for line in text))
     except ActionRequested as action:
         print(action.text)
     except Offline as error:
@@ -148,7 +152,8 @@ def lines(config: ServerConfig, device: devices.Device | None = None, *, look: b
         f"{gguf.architecture}, {parameters(gguf.n_params)} parameters, {gguf.file_type}, {gguf.size / MIB:.0f} MiB",
     ]
     if device is None:
-        return head + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
+        idle = [] if config.placement.vram_budget is None else ["--vram-budget has no effect: no GPU is used"]
+        return head + idle + _on_cpu(config, gguf, numbers, found, reason or "no GPU")
     free = device.total if device.free is None else device.free
     budget, source = budget_of(config, free)
     cached, config = plan_prompts(found, numbers, config, budget)
@@ -225,7 +230,7 @@ def _on_cpu(config: ServerConfig, gguf: GGUFFile, numbers: Numbers, found: Surve
     if cells > numbers.n_ctx_train:
         text.append(f"  the model was trained on {numbers.n_ctx_train} tokens: beyond, its text falls apart")
     if kv > free:
-        return [*text, "  more KV than memory: it cannot be served so; lower -c"]
+        return [*text, f"  more KV than memory: {NOT_SERVABLE}; lower -c"]
     if gguf.size + kv > free:
         text.append("  more than is available: the file is read again and again while it runs; lower -c, or add memory")
     return [*text, _speed_line(predict(found, numbers.n_layer, 1.0, product_rate(found, config.cpu.threads)))]

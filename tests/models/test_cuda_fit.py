@@ -297,6 +297,21 @@ def test_planning_imports_no_torch() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_a_budget_without_a_gpu_is_said_to_have_no_effect(model: tuple[Survey, Numbers, Path]) -> None:
+    for flags in ([], ["--vram-budget", "512"]):
+        text = "\n".join(plan.lines(parse_server(["-m", str(model[2]), "-t", "1", *flags], {}), None, look=False))
+        assert ("--vram-budget has no effect" in text) == bool(flags)
+    text = "\n".join(plan.lines(config("--vram-budget", "512", path=str(model[2])), GPU, look=False))
+    assert "no effect" not in text
+
+
+def test_a_plan_that_cannot_be_served_ends_with_1(
+    model: tuple[Survey, Numbers, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan.main([str(model[2]), "-ngl", "0", "-c", "999999999"]) == 1
+    assert plan.NOT_SERVABLE in capsys.readouterr().out
+
+
 def test_more_kv_than_memory_gets_no_speed(model: tuple[Survey, Numbers, Path]) -> None:
     """`serve -c` of that size is refused (tests/server/test_start_failures.py)."""
     text = "\n".join(plan.lines(parse_server(["-m", str(model[2]), "-c", "999999999"], {}), None, look=False))
