@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from ftgguf.bench.options import USAGE, Options, UsageError, parse
+from ftgguf.bench.options import USAGE, Options, UsageError, check_transport, parse
 
 OTHERS = {
     "cache": "ftgguf.bench.cache",
@@ -55,6 +55,8 @@ def _run(options: Options, trace: bool) -> int:
         except NoPeer as error:
             print(f"ftgguf bench{' trace' * trace}: {error}", file=sys.stderr)
             return PEER_FAILED
+    if options.against and not trace:
+        check_transport(options, http=peer is not None)
     path = str(resolve_with_bar(options.model))
     if trace:
         from ftgguf.bench.trace_command import run as run_trace

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,8 @@ class Options:
     sessions: int | None = None
     turns: int | None = None
     """Of each session at most, as `--sessions` bounds them; None: all."""
+    given: set[str] = field(default_factory=set)
+    """Flags of ours as they were spelled."""
     engine: list[str] = field(default_factory=list)
     varied: dict[str, list[str]] = field(default_factory=dict)
     """Engine flags that were given several values (`-t 1,2`): one instance of the engine for each combination."""
@@ -175,6 +177,14 @@ _VARIED = (
 )
 
 
+OWN = frozenset((*_LISTS, *_SWITCHES, *_VALUES, "-pg"))
+"""Our flags; the others are the server's."""
+_PEER = ("--llama-server", "--in-process", "--peer", "--peer-model", "--peer-key", "--peer-args")
+_HTTP = ("--workload", "--longest")
+_SPEED = ("-p", "--n-prompt", "-d", "--n-depth", "-pg", "--no-warmup", "--seed", "--in-process")
+"""What sessions have no use for."""
+
+
 def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
     """The options of `argv`. `positional`: bare words are trace files. Raises UsageError."""
     options = Options()
@@ -182,6 +192,8 @@ def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
     rest = list(argv)
     while rest:
         flag = rest.pop(0)
+        if flag in OWN:
+            options.given.add(flag)
         if flag in _SWITCHES:
             setattr(options, *_SWITCHES[flag])
         elif not flag.startswith("-"):
@@ -199,7 +211,8 @@ def parse(argv: Sequence[str], *, positional: bool = False) -> Options:
     options.repetitions = options.repetitions or default
     for name in ("prompts", "gens", "depths"):  # a length given twice is one row
         setattr(options, name, list(dict.fromkeys(getattr(options, name))))
-    _check(options)
+    _check_given(options, positional)
+    _check(options, positional)
     return options
 
 
@@ -229,7 +242,36 @@ def _engine_flag(options: Options, flag: str, rest: list[str]) -> None:
         options.engine.append(rest.pop(0))
 
 
-def _check(options: Options) -> None:
+def _check_given(options: Options, trace: bool) -> None:
+    """No flag is without effect. Raises UsageError."""
+    against, named = options.against, options.given.intersection
+    if trace and (odd := named((*_SPEED, *_HTTP))):
+        raise UsageError(f"{_words(odd)}: of no effect on sessions (`ftgguf bench trace`)")
+    if not against and (odd := named(_PEER if trace else (*_PEER, *_HTTP, "--limit", "--timeout"))):
+        raise UsageError(f"{_words(odd)}: only in a comparison, with --against PEER")
+    if against in PEERS[:1] and (odd := named(("--peer-model", "--peer-key"))):
+        raise UsageError(f"{_words(odd)}: only with --against ollama or a URL")
+    if against and against not in PEERS[:1] and (odd := named(("--in-process", "--peer", "--peer-args"))):
+        raise UsageError(f"{_words(odd)}: only with --against llama.cpp")
+    if options.in_process and options.peer:
+        raise UsageError("--peer is a peer over HTTP: it does not go with --in-process")
+
+
+def check_transport(options: Options, http: bool) -> None:
+    """No flag of a comparison is without effect over HTTP (`http`), or in process. Raises UsageError."""
+    if http and "-pg" in options.given:
+        raise UsageError("-pg: over HTTP there is no such test; give -p and -n, or --in-process")
+    if not http and (odd := options.given.intersection((*_HTTP, "--peer-args"))):
+        raise UsageError(
+            f"{_words(odd)}: only over HTTP, and libllama is measured in process here; give --llama-server PATH"
+        )
+
+
+def _words(flags: Iterable[str]) -> str:
+    return ", ".join(sorted(flags))
+
+
+def _check(options: Options, trace: bool) -> None:
     against = options.against
     if against and against not in PEERS and not against.startswith(("http://", "https://")):
         raise UsageError(f"--against takes llama.cpp, ollama or the URL of a server, not '{against}'")
@@ -242,8 +284,9 @@ def _check(options: Options) -> None:
             raise UsageError(f"{flag} {name}: no file can be written there")
     if not options.tests:
         raise UsageError("nothing to measure: -p and -n are 0")
-    if against and options.output in ("csv", "jsonl"):
-        raise UsageError(f"-o {options.output}: a comparison is printed as md or json")
-    if against and any(len(values) > 1 for values in options.varied.values()):
+    report = "sessions are" if trace else "a comparison is"
+    if (against or trace) and options.output in ("csv", "jsonl"):
+        raise UsageError(f"-o {options.output}: {report} printed as md or json")
+    if (against or trace) and any(len(values) > 1 for values in options.varied.values()):
         flag = next(flag for flag, values in options.varied.items() if len(values) > 1)
-        raise UsageError(f"{flag}: a comparison takes one value")
+        raise UsageError(f"{flag}: {'a replay' if trace else 'a comparison'} takes one value")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ftgguf.bench.main import main
-from ftgguf.bench.options import UsageError, parse
+from ftgguf.bench.options import UsageError, check_transport, parse
 from ftgguf.bench.plan import SpeedTest, int_list, make_tests, pair, random_tokens
 
 
@@ -79,9 +79,17 @@ def test_several_values_make_every_combination() -> None:
         (["model.gguf"], "goes after -m"),
         (["--workload", "pp,nope"], "'nope' is none of"),
         (["--timeout", "0"], "no number of seconds"),
-        (["--llama-server", "x"], "goes with --against llama.cpp"),
+        (["--llama-server", "x"], "--llama-server: only in a comparison, with --against PEER"),
         (["--against", "ollama", "--llama-server", "x"], "goes with --against llama.cpp"),
         (["--against", "llama.cpp", "--llama-server", "x", "--in-process"], "does not go with --in-process"),
+        (["--limit", "5"], "--limit: only in a comparison, with --against PEER"),
+        (["--timeout", "5", "--workload", "pp"], "--timeout, --workload: .*--against"),
+        (["--longest", "5"], "--longest: .*--against"),
+        (["--in-process"], "--in-process: .*--against"),
+        (["--peer-args", "-ngl 3"], "--peer-args: .*--against"),
+        (["--against", "llama.cpp", "--peer-model", "x"], "--peer-model: only with --against ollama or a URL"),
+        (["--against", "http://x", "--peer-args", "x"], "--peer-args: only with --against llama.cpp"),
+        (["--against", "llama.cpp", "--peer", "xllamacpp", "--in-process"], "does not go with --in-process"),
         (["--turns", "3"], "are for `ftgguf bench trace`"),
         (["--sessions", "3"], "are for `ftgguf bench trace`"),
     ],
@@ -89,6 +97,34 @@ def test_several_values_make_every_combination() -> None:
 def test_mistakes_are_named(argv: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["-p", "8"], "-p: of no effect on sessions"),
+        (["--against", "llama.cpp", "--workload", "pp"], "--workload: of no effect"),
+        (["--no-warmup", "--seed", "2"], "--no-warmup, --seed: of no effect"),
+        (["--peer-key", "x"], "--peer-key: .*--against"),
+        (["-t", "1,2"], "-t: a replay takes one value"),
+        (["-o", "csv"], "sessions are printed as md or json"),
+    ],
+)
+def test_what_sessions_have_no_use_for_is_refused(argv: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        parse(argv, positional=True)
+    assert parse(["--limit", "5", "--timeout", "9", "-n", "3"], positional=True).limit == 5
+
+
+def test_flags_of_the_other_transport_are_refused() -> None:
+    over = parse(["--against", "llama.cpp", "--longest", "5", "--peer-args", "-ngl 3"])
+    check_transport(over, http=True)
+    with pytest.raises(UsageError, match="--longest, --peer-args: only over HTTP"):
+        check_transport(over, http=False)
+    pairs = parse(["--against", "llama.cpp", "-pg", "8,4"])
+    check_transport(pairs, http=False)
+    with pytest.raises(UsageError, match="-pg: over HTTP"):
+        check_transport(pairs, http=True)
 
 
 def test_usage_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:

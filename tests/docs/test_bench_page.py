@@ -15,7 +15,7 @@ from ftgguf.flags.table import by_spelling
 from ftgguf.proxy import main as proxy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "bench.md").read_text()
-OWN = {*options._LISTS, *options._SWITCHES, *options._VALUES, "-pg"}
+OWN = options.OWN
 
 
 def flags_of(parser: argparse.ArgumentParser) -> set[str]:
