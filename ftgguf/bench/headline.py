@@ -113,10 +113,14 @@ def ahead_all_the_same(report: Report) -> list[str]:
             if ratio is None or not (ratio.verdict == "worse" or (ratio.verdict == "too few" and ratio.value < 1)):
                 continue
             own, theirs = (value_in_words(row.statistic(row.samples[n])) for n in (report.ours.name, peer.name))
+            shown = f"{row.metric} p{row.compared}" if row.compared else row.metric
             few = f", too few {ratio.unit}" if ratio.verdict == "too few" else ""
-            lost.append(f"{row.workload} {row.metric} ({theirs}, ours {own}{few})")
+            lost.append(f"{row.workload} {shown} ({theirs}, ours {own}{few})")
         if lost:
             lines.append(f"{peer.name} is ahead all the same in: {'; '.join(lost)}")
+        apart = [f"{r.workload} {r.metric}" for r in report.rows if {peer.name, report.ours.name} & {*r.clocks_apart}]
+        if apart:
+            lines.append(f"{peer.name}: left out, as a side's clock and the client's disagree: {', '.join(apart)}")
     return lines
 
 

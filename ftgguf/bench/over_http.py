@@ -28,6 +28,8 @@ from ftgguf.pull.ollama_gguf import open_model
 
 CLOCKS_AGREE = 0.05
 """Client's and server's decode rates may differ by this share before the report says so."""
+CLOCKS_APART = 0.5
+"""And by this before a row is left out of ratios: its tokens came in a burst, not as they were made."""
 
 
 def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -> None:
@@ -126,7 +128,7 @@ class HttpDuel:
         self._answers: dict[str, list[Answer]] = {}
         self._ids: dict[str, list[list[int]]] = {}
         self._templates: dict[str, list[str]] = {}
-        self._rates: dict[str, list[tuple[float, float]]] = {}
+        self._rates: dict[str, list[tuple[str, float, float]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         report.contestants = [side.contestant for side in sides]
         report.notes.append(
@@ -300,10 +302,11 @@ class HttpDuel:
     def _check_clocks(self) -> None:
         """Server-side timings as a cross-check; prompt lengths as each side counted them."""
         for name, rates in self._rates.items():
-            client, server = mean([a for a, _ in rates] or [0.0]), mean([b for _, b in rates] or [0.0])
+            client, server = mean([a for _, a, _ in rates] or [0.0]), mean([b for _, _, b in rates] or [0.0])
             if server and abs(client - server) > CLOCKS_AGREE * server:
                 text = f"{name}: it reports {server:.1f} tok/s in decode, the client's clock says {client:.1f}"
                 self.report.notes.append(text)
+            self._leave_out(name, rates)
         ours = self._counts.get(self.sides[0].contestant.name, {})
         for name, counts in self._counts.items():
             differ = [k for k, n in counts.items() if n and ours.get(k) and n != ours[k]]
@@ -311,6 +314,18 @@ class HttpDuel:
                 k = differ[0]
                 text = f"{name} counts other prompt lengths than ours: {k}: {counts[k]} against {ours[k]} tokens"
                 self.report.trouble(NOT_COMPARABLE, text)
+
+    def _leave_out(self, name: str, rates: list[tuple[str, float, float]]) -> None:
+        """Rows of `name` for which its clock and the client's disagree by more than half."""
+        for workload in dict.fromkeys(w for w, _, _ in rates):
+            client, server = (mean([x[i] for x in rates if x[0] == workload]) for i in (1, 2))
+            if abs(client - server) <= CLOCKS_APART * server:
+                continue
+            text = f"{name}: {workload} is in no ratio: it reports {server:.1f} tok/s, the client's clock says "
+            self.report.notes.append(f"{text}{client:.1f}")
+            for row in self.report.rows:
+                if row.workload == workload or row.workload.startswith(f"{workload}, "):
+                    row.clocks_apart += [name] * (row.metric in ("tok/s", "gap ms"))
 
 
 def _template(target: Target, text: str) -> str:

@@ -75,6 +75,8 @@ class Row(msgspec.Struct):
     of a side's speed, so that intervals are formed over rounds. Empty: one sample a round, or request."""
     unit: str = "rounds"
     """What blocks are."""
+    clocks_apart: list[str] = []
+    """Contestants whose own clock disagrees with the client's by more than half: no ratio is formed with them."""
 
     def add(self, name: str, values: list[float]) -> None:
         """Samples that one round gave to the contestant of that name."""
@@ -309,13 +311,16 @@ class Report(msgspec.Struct):
 
     def ratio(self, row: Row, peer: Contestant) -> Ratio | None:
         """Ours against `peer` in `row.compared`, above 1 where ours is better; None where none is fair (`no_ratio`), a
-        side has no samples, or failed at that workload in any round: those that survived are not the whole."""
+        side has no samples, or failed at that workload in any round (those that survived are not the whole), or the
+        clocks of one disagree."""
         return None if self.no_ratio(peer) else self.bare_ratio(row, peer)
 
     def bare_ratio(self, row: Row, peer: Contestant) -> Ratio | None:
         """`ratio` whether or not it is fair: to name what is lost even to a peer of lesser instruction sets."""
         ours = self.ours
         if ours is None or self.failed(row.workload, ours) or self.failed(row.workload, peer):
+            return None
+        if {ours.name, peer.name} & {*row.clocks_apart}:
             return None
         a, b = row.samples.get(ours.name, []), row.samples.get(peer.name, [])
         if not a or not b:
@@ -340,6 +345,7 @@ class Report(msgspec.Struct):
     def best_peer(self, row: Row) -> Contestant | None:
         """The peer that does best at this row."""
         able = [p for p in self.peers if row.samples.get(p.name) and not self.failed(row.workload, p)]
+        able = [p for p in able if p.name not in row.clocks_apart]
         sign = 1 if row.higher_is_better else -1
         return max(able, key=lambda p: sign * row.statistic(row.samples[p.name]), default=None)
 

@@ -67,7 +67,7 @@ def output_lines(report: Report) -> list[str]:
 
 def percentiles(row: Row, samples: list[float]) -> list[tuple[str, float]]:
     """What is shown of pooled samples, as (name, value): the median, and what is worst for a user of one in ten and of
-    one in a hundred where there are so many samples; the worst of all where there are not."""
+    one in a hundred where there are so many samples, or ratios compare it; else the worst of all."""
     last = ("min", min(samples)) if row.higher_is_better else ("max", max(samples))
     ten, hundred = (10, 1) if row.higher_is_better else (90, 99)
     found = [("p50", percentile(samples, 50))]
@@ -75,6 +75,8 @@ def percentiles(row: Row, samples: list[float]) -> list[tuple[str, float]]:
         found.append((f"p{ten}", percentile(samples, ten)))
     if len(samples) >= 100:
         found.append((f"p{hundred}", percentile(samples, hundred)))
+    elif len(samples) > 1 and row.compared == 99:
+        found.append(("p99", percentile(samples, 99)))  # what ratios compare is shown, few samples or many
     elif len(samples) > 1:
         found.append(last)
     return found

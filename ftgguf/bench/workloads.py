@@ -155,8 +155,8 @@ class Bench:
     round: int
     salt: int = 0
     """Added to every seed: other prompts for a server that may remember the last comparison's."""
-    rates: list[tuple[float, float]] = field(default_factory=list)
-    """Decode rates by the client's and by the server's clock."""
+    rates: list[tuple[str, float, float]] = field(default_factory=list)
+    """(workload, decode rate by the client's clock, and by the server's)."""
     prompt_ns: list[tuple[str, int]] = field(default_factory=list)
     """Prompt tokens as the server counted them, by prompt: sides must agree."""
     _there: int = 0
@@ -250,7 +250,7 @@ class Bench:
             self._note("tokens reach the client in bursts: look at p90 and p99 of the gaps, not at p50")
         server = answer.server.get("predicted_per_second", 0.0)
         if server:
-            self.rates.append((answer.decode_rate, server))
+            self.rates.append((name, answer.decode_rate, server))
         if not answer.counted:
             self._note("gaps are between chunks of its stream: it does not say which tokens a chunk holds")
 

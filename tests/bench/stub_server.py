@@ -38,6 +38,8 @@ class Script:
     fail_after: int = -1
     """Break the stream off after so many tokens."""
     status: int = 200
+    speed: float = 5.0
+    """Tokens a second in decode that its timings claim; 0: they say nothing."""
     hang: bool = False
     held_back: frozenset[int] = frozenset()
     """Which tokens of an answer end in the middle of a character: llama-server's stream leaves them out, and its
@@ -150,9 +152,8 @@ def stub(script: Script, port: int = 0) -> Iterator[str]:
             if self.path == "/completion":
                 end = {"content": "", "tokens": [], "stop": True, "tokens_predicted": n, "tokens_evaluated": n_prompt}
                 end["stop_type"] = "eos" if script.ends_after >= 0 else "limit"
-                return (
-                    f"data: {json.dumps(end | {'timings': {'cache_n': n_prompt - 1, 'predicted_per_second': 5.0}})}\n\n"
-                )
+                timings = {"cache_n": n_prompt - 1, "predicted_per_second": script.speed}
+                return f"data: {json.dumps(end | {'timings': timings})}\n\n"
             if self.path == "/api/generate":
                 end = {"response": "", "done": True, "eval_count": n, "prompt_eval_count": n_prompt}
                 return json.dumps(end | {"eval_duration": 10**9, "done_reason": "stop"}) + "\n"

@@ -114,6 +114,17 @@ def test_tokens_that_a_stream_leaves_out_do_not_part_the_outputs() -> None:
     assert other.outputs.divergences[0].gap == 1.0
 
 
+@pytest.mark.parametrize(("says", "apart"), [(1.0, True), (0.0, False)])
+def test_a_workload_that_the_servers_clock_contradicts_is_in_no_ratio(says: float, apart: bool) -> None:
+    """A stub's tokens come in no time; it reports 1 tok/s, or nothing."""
+    report = run({"ours": Script(speed=0.0), "peer": Script(speed=says)}, rounds=1)
+    rows = {(r.workload, r.metric): r.clocks_apart for r in report.rows}
+    expected = ["peer"] if apart else []
+    assert rows["tg4", "tok/s"] == rows["tg4", "gap ms"] == expected
+    assert rows["pp16", "tok/s"] == []
+    assert any(n.startswith("peer: tg4 is in no ratio: it reports 1.0 tok/s") for n in report.notes) == apart
+
+
 def test_a_limit_ends_the_rounds_and_says_so() -> None:
     report = run({"ours": Script(), "peer": Script()}, rounds=5, limit="0.01")
     assert report.status == OK

@@ -57,7 +57,7 @@ def test_ratios_point_the_right_way_and_losses_are_in_the_table() -> None:
     assert lines["pp512tok/s"].count("better") == 2
     assert re.search(r"0\.50 \[0\.\d\d, 0\.\d\d\] worse", lines["tg128tok/s"])
     assert "failed" in lines["tg128tok/s"]
-    assert "1.00" in lines["tg128gap ms p50/max"]
+    assert "1.00" in lines["tg128gap ms p50/p99"]
 
 
 def test_headline_is_against_the_best_peer() -> None:
@@ -114,6 +114,25 @@ def test_no_headline_ratio_against_lesser_instruction_sets() -> None:
     assert said[1] in html.page(report)
     assert 'class="tile' not in html.page(report).split("</style>")[1]
     assert all(report.ratio(row, peer) is None for row in report.rows for peer in report.peers)
+
+
+def test_rows_whose_clocks_disagree_are_left_out() -> None:
+    """Of ratios, and of what a peer is ahead in; gaps are quoted by the p99 that the table shows."""
+    report = make_report()
+    for peer in report.peers:
+        peer.lower_isa = ["avx512"]
+    row = report.row("tg128", "gap ms")
+    row.samples = {"ftgguf": [1.0, 2.0, 3.0], "A": [0.5, 0.6, 0.7]}
+    report.row("tg128", "tok/s").clocks_apart = ["A"]
+    quoted, said = [table.cell(row, c).split(" / ")[-1] for c in report.contestants[:2]], headline.headline(report)
+    assert table.metric_of(row) == "gap ms p50/p99"
+    assert said[1:] == [
+        f"A is ahead all the same in: tg128 gap ms p99 ({quoted[1]}, ours {quoted[0]})",
+        "A: left out, as a side's clock and the client's disagree: tg128 tok/s",
+    ]
+    report.peers[0].lower_isa = []
+    assert report.ratio(report.row("tg128", "tok/s"), report.peers[0]) is None
+    assert report.best_peer(report.row("tg128", "tok/s")) is None
 
 
 def test_what_is_not_comparable_has_no_headline() -> None:
