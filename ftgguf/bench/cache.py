@@ -36,10 +36,12 @@ def build_parser(prog: str = "ftgguf bench cache") -> argparse.ArgumentParser:
     p.add_argument("--skip", type=int, default=0, help="tokens to leave out at the beginning")
     p.add_argument("--policies", default=",".join(POLICIES), help=f"comma-separated, of {', '.join(POLICIES)}")
     p.add_argument("--percent", default=",".join(map(str, PERCENT)), help="cache sizes, %% of all experts")
-    p.add_argument("--bp", type=float, default=25.0, metavar="GB/s", help="link: experts to the GPU (default 25)")
-    p.add_argument("--bh", type=float, default=60.0, metavar="GB/s", help="CPU reading experts in place (default 60)")
-    p.add_argument("--dram", type=float, default=0.0, metavar="GB/s", help="both at once (default: as --bh)")
-    p.add_argument("--expert-bytes", type=float, default=13.2e6, metavar="N", help="bytes of an expert")
+    p.add_argument("--bp", type=float, metavar="GB/s", help="link: experts to the GPU (assumed: 25)")
+    p.add_argument("--bh", type=float, metavar="GB/s", help="CPU reading experts in place (assumed: 60)")
+    p.add_argument("--dram", type=float, metavar="GB/s", help="both at once (assumed: as --bh)")
+    p.add_argument(
+        "--expert-bytes", type=float, metavar="N", help="bytes of an expert (the trace's, else assumed: 13.2e6)"
+    )
     p.add_argument("--dense-ms", type=float, default=0.0, help="time of a token outside of misses")
     p.add_argument("--phi", type=float, help="share of the misses to fill, instead of what the bandwidths give")
     p.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
@@ -74,17 +76,32 @@ def _rows(results: Iterable[Result]) -> dict[str, dict[int, Result]]:
     return table
 
 
-def fill_report(report: Report, trace: Trace, machine: Machine, results: Sequence[Result]) -> None:
+def machine_of(a: argparse.Namespace, trace: Trace) -> tuple[Machine, tuple[str, ...]]:
+    """The machine that the flags describe, and the names of its figures that nobody gave. Raises ValueError."""
+    given = {name: value * GB for name in ("bp", "bh", "dram") if (value := getattr(a, name)) is not None}
+    size = trace.expert_bytes or None if a.expert_bytes is None else a.expert_bytes
+    if size is not None:
+        given["expert_bytes"] = size
+    machine = Machine(**given, dense=a.dense_ms / 1000, phi=a.phi)
+    if min(machine.bp, machine.bh, machine.expert_bytes) <= 0 or not 0 <= machine.share() <= 1:
+        raise ValueError("--bp, --bh and --expert-bytes must be positive, --phi within 0..1")
+    return machine, tuple(name for name in ("bp", "bh", "dram", "expert_bytes") if name not in given)
+
+
+def fill_report(
+    report: Report, trace: Trace, machine: Machine, results: Sequence[Result], assumed: Sequence[str] = ()
+) -> None:
     """Three tables (hit rates, transfers a token, tokens a second; the shipped policy marked), two plots, and all of it
-    as numbers."""
+    as numbers. `assumed`: fields of `machine` that were neither given nor measured."""
     tokens, layers, k = trace.experts.shape
     table = _rows(results)
     percent = list(next(iter(table.values())))
+    said = {name: " (assumed)" if name in assumed else "" for name in ("bp", "bh", "dram", "expert_bytes")}
     report.notes.append(
         f"{tokens} tokens in {len(trace.offsets) - 1} sessions, {layers} layers, {trace.n_experts} experts, top {k}. "
-        f"Link {machine.bp / GB:g} GB/s, CPU {machine.bh / GB:g} GB/s, {machine.cpu_while_filling() / GB:g} GB/s while "
-        f"filling; share of misses filled {machine.share():.3f}, at least one; {machine.expert_bytes / 1e6:g} MB an "
-        "expert."
+        f"Link {machine.bp / GB:g} GB/s{said['bp']}, CPU {machine.bh / GB:g} GB/s{said['bh']}, "
+        f"{machine.cpu_while_filling() / GB:g} GB/s while filling{said['dram']}; share of misses filled "
+        f"{machine.share():.3f}, at least one; {machine.expert_bytes / 1e6:.4g} MB an expert{said['expert_bytes']}."
     )
     rate = "Tokens a second, misses" + (" and dense part" if machine.dense else " only")
     parts: tuple[tuple[str, Callable[[Result], str]], ...] = (
@@ -106,7 +123,7 @@ def fill_report(report: Report, trace: Trace, machine: Machine, results: Sequenc
     ]
     head = {"tokens": tokens, "layers": layers, "experts": trace.n_experts, "k": k, "share": machine.share()}
     rows_of = [asdict(r) | {"rate": _finite(r.rate), "shipped": POLICIES[r.policy].shipped} for r in results]
-    report.data = {"trace": head, "machine": asdict(machine), "results": rows_of}
+    report.data = {"trace": head, "machine": asdict(machine), "assumed": list(assumed), "results": rows_of}
 
 
 def _name(policy: str) -> str:
@@ -142,10 +159,7 @@ def main(args: Sequence[str] | None = None) -> int:
     a = build_parser().parse_args(given)
     try:
         trace = load_trace(a.trace, a.tokens or None, a.skip)
-        rates = {"bp": a.bp * GB, "bh": a.bh * GB, "dram": a.dram * GB}
-        machine = Machine(**rates, expert_bytes=a.expert_bytes, dense=a.dense_ms / 1000, phi=a.phi)
-        if min(machine.bp, machine.bh, machine.expert_bytes) <= 0 or not 0 <= machine.share() <= 1:
-            raise ValueError("--bp, --bh and --expert-bytes must be positive, --phi within 0..1")
+        machine, assumed = machine_of(a, trace)
         policies = [p for p in a.policies.split(",") if p]
         unknown = [p for p in policies if p not in POLICIES]
         if unknown or not policies:
@@ -156,7 +170,7 @@ def main(args: Sequence[str] | None = None) -> int:
         print(f"ftgguf bench cache: {e}", file=sys.stderr)
         return 1
     report = Report("cache", command_line(["ftgguf", "bench", "cache", *given]), host.describe())
-    fill_report(report, trace, machine, results)
+    fill_report(report, trace, machine, results, assumed)
     publish(report, output=a.output, page=a.html, report_file=a.report)
     return report.status
 

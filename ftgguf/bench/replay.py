@@ -24,10 +24,12 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`experts` integers [tokens, layers, k]; `offsets` where sessions begin, ending with the number of tokens."""
+    """`experts` integers [tokens, layers, k]; `offsets` where sessions begin, ending with the number of tokens;
+    `expert_bytes` the size of an expert, 0 where the file does not say."""
 
     experts: Ids
     offsets: tuple[int, ...]
+    expert_bytes: float = 0.0
 
     @property
     def n_experts(self) -> int:
@@ -35,7 +37,7 @@ class Trace:
 
 
 def load_trace(path: Path, tokens: int | None = None, skip: int = 0) -> Trace:
-    """Read `experts` uint8 or uint16 [tokens, layers, k] and, where there are any, `offsets` from an npz file.
+    """Read `experts` uint8 or uint16 [tokens, layers, k] and, where they are, `offsets` and `expert_bytes` from an npz.
 
     Raises ValueError naming what is wrong with the file.
     """
@@ -46,7 +48,8 @@ def load_trace(path: Path, tokens: int | None = None, skip: int = 0) -> Trace:
             if "experts" not in z:
                 raise ValueError(f"{path}: no array `experts`; found {', '.join(z.files) or 'nothing'}")
             experts, offsets = z["experts"], z.get("offsets")
-    except (OSError, EOFError) as e:
+            size = float(z["expert_bytes"]) if "expert_bytes" in z else 0.0
+    except (OSError, EOFError, TypeError) as e:
         raise ValueError(f"{path}: not a readable npz file ({e})") from e
     if experts.ndim != 3 or experts.dtype.kind != "u" or 0 in experts.shape:
         raise ValueError(f"{path}: `experts` must be unsigned [tokens, layers, k], is {experts.dtype} {experts.shape}")
@@ -54,7 +57,7 @@ def load_trace(path: Path, tokens: int | None = None, skip: int = 0) -> Trace:
     if skip >= end:
         raise ValueError(f"{path}: has {len(experts)} tokens, fewer than the {skip} to skip")
     inside = [] if offsets is None else [int(o) - skip for o in offsets if skip < o < end]
-    return Trace(experts[skip:end].astype(np.int64), (0, *inside, end - skip))
+    return Trace(experts[skip:end].astype(np.int64), (0, *inside, end - skip), size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout, choose
 from ftgguf.engine.lora import Adapter, AdapterWeights, read_adapters
 from ftgguf.engine.memory import available_memory, check_kv
-from ftgguf.experts.trace import open_trace
+from ftgguf.experts.trace import open_trace, pool_bytes
 from ftgguf.flags.config import ServerConfig
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.models.config import ModelError, Numbers, read_numbers
@@ -144,7 +144,7 @@ def _load_cpu(
         adapters=AdapterWeights(adapters, backend) if adapters else None,
     )
     if config.placement.record_routing and last is None:
-        executor.trace = open_trace(config.placement.record_routing, model.blocks)
+        executor.trace = open_trace(config.placement.record_routing, model.blocks, pool_bytes(gguf.tensors))
     if "context.size" in config.given:
         check_kv(executor.n_cells, executor.n_cells * executor.cells.cell_bytes)
     details = {

@@ -132,8 +132,10 @@ def load_gpu(
 
 def record(path: str, gpu: CudaExecutor) -> None:
     """Write decode's routes to `path` (`--record-routing`). Raises ModelError where there is nothing to write."""
-    trace = open_trace(path, gpu.model.blocks)
-    gpu.store.hook = RoutingRecorder(trace, sorted(gpu.store.specs), gpu.decode_top, gpu.device)
+    specs = gpu.store.specs
+    pool = sum(spec.experts * spec.slot_bytes for spec in specs.values())
+    trace = open_trace(path, gpu.model.blocks, pool)
+    gpu.store.hook = RoutingRecorder(trace, sorted(specs), gpu.decode_top, gpu.device)
 
 
 def gpu_segment(

@@ -109,6 +109,25 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in page
 
 
+def test_what_nobody_gave_is_said_to_be_assumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The packaged trace has no size of an expert; a recorded one has, and a flag outdoes it."""
+    few = ["--tokens", "20", "--percent", "25", "--policies", "decay", "--jobs", "1"]
+    assert cache.main(["--trace", str(TRACE), *few, "--bh", "50"]) == 0
+    text = capsys.readouterr().out
+    assert "Link 25 GB/s (assumed), CPU 50 GB/s, 25 GB/s while filling (assumed)" in text
+    assert "13.2 MB an expert (assumed)." in text
+    own = tmp_path / "own.npz"
+    with np.load(TRACE) as z:
+        np.savez(own, experts=z["experts"][:40], expert_bytes=np.float64(2.5e6))
+    rates = ["--bp", "20", "--bh", "50", "--dram", "60"]
+    assert cache.main(["--trace", str(own), *few, *rates]) == 0
+    text = capsys.readouterr().out
+    assert "2.5 MB an expert." in text
+    assert "assumed" not in text
+    assert cache.main(["--trace", str(own), *few, *rates, "--expert-bytes", "4e6"]) == 0
+    assert "4 MB an expert." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

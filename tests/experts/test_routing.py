@@ -25,7 +25,7 @@ from ftgguf.engine.ggml_weights import GgmlSource  # noqa: E402
 from ftgguf.engine.layout import Layout  # noqa: E402
 from ftgguf.experts.residency import Stat  # noqa: E402
 from ftgguf.experts.routing import RoutingRecorder, RoutingReplay  # noqa: E402
-from ftgguf.experts.trace import RoutingTrace, open_trace  # noqa: E402
+from ftgguf.experts.trace import RoutingTrace, open_trace, pool_bytes  # noqa: E402
 from ftgguf.flags.config import ContextConfig  # noqa: E402
 from ftgguf.gguf.reader import open_gguf  # noqa: E402
 from ftgguf.models.config import ModelError, read_numbers  # noqa: E402
@@ -96,6 +96,18 @@ def test_both_executors_record_the_same(path: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(a["probs"].astype(float), b["probs"].astype(float), atol=2e-3)
     cpu.trace.save()
     assert load_trace(tmp_path / "cpu.npz").experts.shape == (3, LAYERS, K)
+
+
+def test_a_recorded_trace_knows_the_size_of_an_expert(path: Path, tmp_path: Path) -> None:
+    """Gate, up and down of one expert of one layer, as the file's header has them; all layers are of one type here."""
+    gguf, file = open_gguf(path), tmp_path / "t.npz"
+    parts = [gguf.tensors[f"blk.0.ffn_{name}_exps.weight"] for name in ("gate", "up", "down")]
+    blocks = on_cpu(path).model.blocks
+    assert open_trace(str(file), blocks).arrays()["expert_bytes"] == 0
+    trace = open_trace(str(file), blocks, pool_bytes(gguf.tensors))
+    trace.add(np.zeros((LAYERS, 1, K), np.int64), np.ones((LAYERS, 1, K)))
+    trace.save()
+    assert load_trace(file).expert_bytes == sum(part.nbytes for part in parts) / EXPERTS
 
 
 def test_what_cannot_be_recorded_is_refused(path: Path, tmp_path: Path) -> None:
