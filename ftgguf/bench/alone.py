@@ -48,10 +48,15 @@ def run(options: Options, path: str) -> int:
                     print(WRITERS["jsonl"]([result]), end="", flush=True)
     except KeyboardInterrupt:
         status, report.interrupted = 130, True
-        print(f"interrupted: of {len(results)} tests there are figures", file=sys.stderr)
     if results and options.output != "jsonl":
         print(WRITERS[options.output](results), end="")
     _fill(report, results, names)
+    if report.interrupted:
+        done = [f"{name}: {len(r.samples_ns)} of {options.repetitions}" for name, r in zip(names, results, strict=True)]
+        missing = len(options.tests) * len(options.engine_lines()) - len(done)
+        done += [f"{missing} tests: 0 of {options.repetitions}"] if missing else []
+        report.progress = f"repetitions of {', '.join(done)}"
+        print(f"interrupted: {report.interruption}", file=sys.stderr)
     save(report, page=options.html, report_file=options.report)
     return status
 

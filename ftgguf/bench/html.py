@@ -72,7 +72,7 @@ def _verdict(report: Report) -> str:
     """Troubles, then the ratios against the best peer as tiles."""
     parts = []
     if report.interrupted:
-        parts.append(_call("Interrupted: what was measured until then is shown.", wrong=True))
+        parts.append(_call(f"Interrupted: {report.interruption}.", wrong=True))
     parts += [_call(f"{t.text} (exit status {t.status})", wrong=True) for t in report.troubles]
     if not report.quiet and report.kind != "cache":  # a replay of a trace takes no times
         meaning = "intervals do not cover that" if report.peers else "the figures may be too low"

@@ -104,9 +104,22 @@ class Duel:
                     self._measure(round_number, side, test)
             for side in self.sides:
                 self._note_memory(side)
+        except KeyboardInterrupt:
+            report.progress = self._progress()
+            raise
         finally:
             for side in self.sides:
                 side.end()
+
+    def _progress(self) -> str:
+        """Whole rounds of each test: those that every side which has not failed was measured in."""
+        names = [side.contestant.name for side in self.sides if not side.lost]
+        rows = {row.workload: row.samples for row in self.report.rows if row.metric == "tok/s"}
+        found = []
+        for test in self.options.tests:
+            done = min((len(rows.get(test.name, {}).get(name, [])) for name in names), default=0)
+            found.append(f"{test.name}: {done} of {self.options.repetitions} rounds")
+        return ", ".join(found)
 
     def _schedule(self) -> Iterator[tuple[int, Side, SpeedTest]]:
         """Interleaved; test by test where all are loaded, else load by load. Each test once, and again as long as

@@ -147,6 +147,7 @@ class HttpDuel:
 
     def _rounds(self, plan: Plan) -> None:
         for r in range(self.options.repetitions):
+            self.report.progress = f"{r} of {self.options.repetitions} rounds complete"
             began, self._once = time.monotonic(), 0.0
             if len(self.sides) > 1 and all(side.lost for side in self.sides[1:]):
                 break  # nothing to compare with; the first round of ours is there
@@ -157,6 +158,7 @@ class HttpDuel:
                     return
                 if not side.lost:
                     self._round(r, side, plan)
+            self.report.progress = f"{r + 1} of {self.options.repetitions} rounds complete"
             self._timed(self._compare)
             rounds = self.options.repetitions
             if r + 1 < rounds and not self.options.time_for(time.monotonic() - began - self._once):
@@ -318,7 +320,8 @@ class HttpDuel:
     def _leave_out(self, name: str, rates: list[tuple[str, float, float]]) -> None:
         """Rows of `name` for which its clock and the client's disagree by more than half."""
         for workload in dict.fromkeys(w for w, _, _ in rates):
-            client, server = (mean([x[i] for x in rates if x[0] == workload]) for i in (1, 2))
+            client = mean([a for w, a, _ in rates if w == workload])
+            server = mean([b for w, _, b in rates if w == workload])
             if abs(client - server) <= CLOCKS_APART * server:
                 continue
             text = f"{name}: {workload} is in no ratio: it reports {server:.1f} tok/s, the client's clock says "

@@ -246,6 +246,14 @@ class Report(msgspec.Struct):
     notes: list[str] = []
     troubles: list[Trouble] = []
     interrupted: bool = False
+    progress: str = ""
+    """How many rounds or repetitions of how many were measured: said where an interrupt ended them."""
+
+    @property
+    def interruption(self) -> str:
+        """What an interrupt left, in words."""
+        done = f" ({self.progress})" if self.progress else ""
+        return f"what was measured until then is shown{done}"
 
     @property
     def quiet(self) -> bool:

@@ -198,6 +198,6 @@ def footer(report: Report) -> str:
     """Headline, troubles and the exit status."""
     lines = headline(report)
     if report.interrupted:
-        lines.append("INTERRUPTED: what was measured until then is shown")
+        lines.append(f"INTERRUPTED: {report.interruption}")
     lines += [f"TROUBLE (exit status {t.status}): {t.text}" for t in report.troubles]
     return "\n".join(lines) + ("\n" if lines else "")

@@ -180,8 +180,11 @@ def test_an_interrupted_test_keeps_the_repetitions_it_had(
     saved, page = tmp_path / "r.json", tmp_path / "r.html"
     argv = ["-m", "stories", "-t", "1", "-p", "8", "-n", "2", "-o", "json", "--report", str(saved), "--html", str(page)]
     assert main(argv) == 130
-    assert [len(r["samples_ns"]) for r in json.loads(capsys.readouterr().out)] == [5, 3]
+    out, errors = capsys.readouterr()
+    assert [len(r["samples_ns"]) for r in json.loads(out)] == [5, 3]
+    assert "tg2: 3 of 5" in errors
     report = from_json(saved.read_bytes())
     assert report.interrupted
     assert [(r.workload, len(r.samples["ftgguf"])) for r in report.rows] == [("pp8", 5), ("tg2", 3)]
-    assert "Interrupted" in page.read_text()
+    assert report.progress == "repetitions of pp8: 5 of 5, tg2: 3 of 5"
+    assert f"Interrupted: what was measured until then is shown ({report.progress})." in page.read_text()

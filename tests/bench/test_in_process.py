@@ -59,6 +59,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytes
     assert main([*ARGV, "--report", str(saved)]) == INTERRUPTED
     report = from_json(saved.read_bytes())
     assert report.interrupted
+    assert report.progress == "pp24: 1 of 2 rounds, tg4: 0 of 2 rounds"
     assert sum(len(s) for r in report.rows for s in r.samples.values()) == 3
 
 

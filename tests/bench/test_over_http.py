@@ -27,6 +27,7 @@ from ftgguf.bench.report import (
     Report,
 )
 from ftgguf.bench.servers import Server, ServerError
+from ftgguf.bench.table import render
 from ftgguf.bench.witness import Builds, NotInstalled
 from ftgguf.bench.workloads import Plan, Source, TextSource, make_plan
 
@@ -143,6 +144,9 @@ def test_outputs_are_compared_where_an_interrupt_ends_the_first_round() -> None:
         run({"ours": Script(), "peer": Script(token=interrupt)}, rounds=2, report=report)
     assert len(report.outputs.pairs) == 1
     assert report.status == OUTPUTS_DIFFER
+    assert report.progress == "0 of 2 rounds complete"
+    report.interrupted = True
+    assert "INTERRUPTED: what was measured until then is shown (0 of 2 rounds complete)" in render(report)
 
 
 def test_what_the_peers_other_backend_says_is_asked_where_outputs_differ() -> None:
