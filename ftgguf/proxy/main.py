@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
+from ftgguf.arguments import Parser
 from ftgguf.bench import host
 from ftgguf.bench.cache_watch import CacheWatch
 from ftgguf.bench.client import Target
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ftgguf proxy",
         description="Pass a client's traffic to A, show the same to B, and compare them on it. Point the client at "
         "the address that is printed; end with Ctrl-C.",
