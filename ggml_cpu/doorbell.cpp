@@ -293,6 +293,8 @@ void bind_experts(nb::module_ & m) {
         .def_static("make", &matrix, nb::arg("type"), nb::arg("address"), nb::arg("stride"), nb::arg("n"), nb::arg("k"),
                     nb::arg("bias") = 0, nb::arg("scale") = 0);
 
+    m.def("has_own_dot", [](int type) { return own_dot(static_cast<ggml_type>(type)) != nullptr; }, nb::arg("type"),
+          "Whether this processor runs our product for weights of `type`.");
     nb::class_<ExpertWorker>(m, "ExpertWorker", "Threads that compute routed experts in place.")
         .def(nb::init<std::vector<int>, bool>(), nb::arg("cpus"), nb::arg("own") = true,
              "One thread for each CPU number (-1: anywhere). `own`: our products where there are any, or ggml's alone.")

@@ -15,7 +15,8 @@
 namespace ftgguf {
 
 #define VNNI __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")))
-#define VNNI_INLINE VNNI __attribute__((always_inline)) static inline
+#define VNNI_INLINE_MEMBER VNNI __attribute__((always_inline)) inline
+#define VNNI_INLINE static VNNI_INLINE_MEMBER
 
 VNNI_INLINE float half_at(const uint8_t * p) {
     uint16_t h;
@@ -41,6 +42,29 @@ struct Inputs256 {
     float unused[15];
 };
 static_assert(sizeof(Inputs256) == 384);
+
+// The sums of a row's blocks. Register i of a block's four (64 weights each) has its scales at `of[i]` among the block's.
+struct Sums256 {
+    __m512i of[4];
+    __m512 sum[4], offsets;
+    VNNI_INLINE_MEMBER Sums256(__m512i first, int second, int third) {
+        const int steps[4] = {0, second, third, second + third};
+        for (int i = 0; i < 4; i++) {
+            of[i] = _mm512_add_epi32(first, _mm512_set1_epi32(steps[i]));
+            sum[i] = _mm512_setzero_ps();
+        }
+        offsets = _mm512_setzero_ps();
+    }
+    VNNI_INLINE_MEMBER void add(__m512i a, __m512i b, __m512i c, __m512i d, __m512 scale, const Inputs256 & x) {
+        const __m512i weights[4] = {a, b, c, d};
+        for (int i = 0; i < 4; i++) {
+            const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[i], _mm512_load_si512(x.q + 64 * i));
+            sum[i] = times(products, _mm512_permutexvar_ps(of[i], scale), sum[i]);
+        }
+        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x.sums), offsets);
+    }
+    VNNI_INLINE_MEMBER float total() const { return _mm512_reduce_add_ps(sum[0] + sum[1] + (sum[2] + sum[3]) + offsets); }
+};
 
 // A q8_K block: float d, int8 [256], int16 sums of 16.
 constexpr size_t kQ8KSums = 4 + 256;
@@ -70,11 +94,8 @@ static void lay_out_q4(const uint8_t * rounded, int64_t, uint8_t * out) {
 
 // q4_K, 144 bytes: half d, half dmin, 8 scales and 8 minima of 6 bits in 12 bytes, nibbles.
 VNNI static float dot_q4(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
-    const __m512i low = _mm512_set1_epi8(15), zero = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
-    const __m512i of_0 = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2);
-    const __m512i of_1 = _mm512_add_epi32(of_0, one), of_2 = _mm512_add_epi32(of_0, _mm512_set1_epi32(4));
-    const __m512i of_3 = _mm512_add_epi32(of_2, one);
-    __m512 sum_0 = _mm512_setzero_ps(), sum_1 = sum_0, sum_2 = sum_0, sum_3 = sum_0, offsets = sum_0;
+    const __m512i low = _mm512_set1_epi8(15);
+    Sums256 sums(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2), 1, 4);
     auto * x = reinterpret_cast<const Inputs256 *>(input);
     for (const auto * end = x + values / 256; x < end; x++, w += 144) {
         ask_for(w + ahead, 144);
@@ -89,31 +110,19 @@ VNNI static float dot_q4(int64_t values, const uint8_t * w, const uint8_t * inpu
         const __m512i a = _mm512_loadu_si512(w + 16), b = _mm512_loadu_si512(w + 80);
         const __m512i a_high = _mm512_and_si512(_mm512_srli_epi16(a, 4), low);
         const __m512i b_high = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
-        const __m512i p0 = _mm512_dpbusd_epi32(zero, _mm512_and_si512(a, low), _mm512_load_si512(x->q));
-        const __m512i p1 = _mm512_dpbusd_epi32(zero, a_high, _mm512_load_si512(x->q + 64));
-        const __m512i p2 = _mm512_dpbusd_epi32(zero, _mm512_and_si512(b, low), _mm512_load_si512(x->q + 128));
-        const __m512i p3 = _mm512_dpbusd_epi32(zero, b_high, _mm512_load_si512(x->q + 192));
-        sum_0 = times(p0, _mm512_permutexvar_ps(of_0, scale), sum_0);
-        sum_1 = times(p1, _mm512_permutexvar_ps(of_1, scale), sum_1);
-        sum_2 = times(p2, _mm512_permutexvar_ps(of_2, scale), sum_2);
-        sum_3 = times(p3, _mm512_permutexvar_ps(of_3, scale), sum_3);
-        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x->sums), offsets);
+        sums.add(_mm512_and_si512(a, low), a_high, _mm512_and_si512(b, low), b_high, scale, *x);
     }
-    return _mm512_reduce_add_ps(sum_0 + sum_1 + (sum_2 + sum_3) + offsets);
+    return sums.total();
 }
 
 // q6_K, 210 bytes: low nibbles [128], two high bits [64], int8 scales [16], half d.
 VNNI static float dot_q6(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
-    const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30), zero = _mm512_setzero_si512();
-    const __m512i four = _mm512_set1_epi32(4);
-    const __m512i of_0 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const __m512i of_1 = _mm512_add_epi32(of_0, four), of_2 = _mm512_add_epi32(of_1, four);
-    const __m512i of_3 = _mm512_add_epi32(of_2, four);
+    const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30);
+    Sums256 sums(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), 4, 8);
     // Bits 2 i and 2 i + 1 of a byte belong to the i-th run of 32: moved to bits 4 and 5, whatever comes from the byte
     // beside it is masked out.
     const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
     const __m512i right = _mm512_inserti64x4(_mm512_set1_epi16(0), _mm256_set1_epi16(2), 1);
-    __m512 sum_0 = _mm512_setzero_ps(), sum_1 = sum_0, sum_2 = sum_0, sum_3 = sum_0, offsets = sum_0;
     auto * x = reinterpret_cast<const Inputs256 *>(input);
     for (const auto * end = x + values / 256; x < end; x++, w += 210) {
         ask_for(w + ahead, 210);
@@ -128,17 +137,9 @@ VNNI static float dot_q6(int64_t values, const uint8_t * w, const uint8_t * inpu
         };
         const __m512i q0 = both(a, _mm512_sllv_epi16(c, left)), q1 = both(_mm512_srli_epi16(a, 4), _mm512_srlv_epi16(c, right));
         const __m512i q2 = both(b, _mm512_sllv_epi16(e, left)), q3 = both(_mm512_srli_epi16(b, 4), _mm512_srlv_epi16(e, right));
-        const __m512i p0 = _mm512_dpbusd_epi32(zero, q0, _mm512_load_si512(x->q));
-        const __m512i p1 = _mm512_dpbusd_epi32(zero, q1, _mm512_load_si512(x->q + 64));
-        const __m512i p2 = _mm512_dpbusd_epi32(zero, q2, _mm512_load_si512(x->q + 128));
-        const __m512i p3 = _mm512_dpbusd_epi32(zero, q3, _mm512_load_si512(x->q + 192));
-        sum_0 = times(p0, _mm512_permutexvar_ps(of_0, scale), sum_0);
-        sum_1 = times(p1, _mm512_permutexvar_ps(of_1, scale), sum_1);
-        sum_2 = times(p2, _mm512_permutexvar_ps(of_2, scale), sum_2);
-        sum_3 = times(p3, _mm512_permutexvar_ps(of_3, scale), sum_3);
-        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x->sums), offsets);
+        sums.add(q0, q1, q2, q3, scale, *x);
     }
-    return _mm512_reduce_add_ps(sum_0 + sum_1 + (sum_2 + sum_3) + offsets);
+    return sums.total();
 }
 
 // ----------------------------------------------------------------------------------------------------- 32 a block

@@ -12,6 +12,9 @@ from compat.blocks import LAYOUTS, random_tensor
 from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 
 EXPERTS = 3
+pytestmark = pytest.mark.skipif(
+    not native.has_own_dot(LAYOUTS["Q4_K"].id), reason="no AVX-512 VNNI here: both sides would be ggml's"
+)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
