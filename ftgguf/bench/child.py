@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import IO, Any
 
 from ftgguf.cli import OPENMP_SPINS
@@ -61,6 +62,21 @@ def peer_environment() -> dict[str, str]:
     if env.get("GOMP_SPINCOUNT") == OPENMP_SPINS:
         del env["GOMP_SPINCOUNT"]
     return env
+
+
+def heard(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """A peer's program in a process group of its own (`end_group` ends it), what it says in one pipe. Raises OSError
+    where it cannot be run."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=peer_environment(),
+    )
+    started_groups.add(process.pid)
+    return process
 
 
 def openmp_note(*, ours: bool) -> str:

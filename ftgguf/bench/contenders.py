@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
-from ftgguf.bench.child import end_group, openmp_note, peer_environment, started_groups
+from ftgguf.bench.child import end_group, heard, openmp_note, peer_environment
 from ftgguf.bench.client import RequestFailed, Target, identify
 from ftgguf.bench.options import Options
 from ftgguf.bench.peers import Peer
@@ -136,17 +135,9 @@ def asked_isa(where: str) -> list[str]:
     them; empty where it does not within ASK_S."""
     command = [where, "-lv", "4", "-m", "/nonexistent.gguf", "--host", "127.0.0.1", "--port", str(free_port())]
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=peer_environment(),
-        )
+        process = heard(command)
     except OSError:
         return []
-    started_groups.add(process.pid)
     watch = threading.Timer(ASK_S, end_group, [process.pid])
     watch.start()
     assert process.stdout is not None

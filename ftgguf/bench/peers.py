@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ftgguf.bench.child import end_group, exit_reason, peer_environment, started_groups
+from ftgguf.bench.child import end_group, exit_reason, heard
 from ftgguf.bench.client import RequestFailed, Target, identify
 from ftgguf.bench.options import Options
 
@@ -88,19 +88,11 @@ def _llama_server(where: str, named: str) -> Peer:
     """The llama-server at `where`, once its help shows that it is one. `named`: what the user knows it by."""
     command = [where, "--help"]
     try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=peer_environment(),
-        )
+        process = heard(command)
     except OSError as error:
         raise NoPeer(
             f"{named}: it cannot be run ({error.strerror}): give a llama-server built for this machine"
         ) from None
-    started_groups.add(process.pid)
     try:
         said = process.communicate(timeout=HELP_S)[0].decode(errors="replace")
     except subprocess.TimeoutExpired:

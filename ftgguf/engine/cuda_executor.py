@@ -16,6 +16,7 @@ from ftgguf.engine.cuda_experts import ExpertStore
 from ftgguf.engine.cuda_inputs import Inputs, check_pages
 from ftgguf.engine.device_memory import DeviceMemory
 from ftgguf.engine.executor import ExecutorLost, NotSupported
+from ftgguf.engine.pass_sizes import graph_rows, prompt_rows
 from ftgguf.layers.block import segment
 from ftgguf.layers.params import Decoder
 from ftgguf.nouns import F32, I32, PAGE, Batch
@@ -26,30 +27,6 @@ if TYPE_CHECKING:
 
 HEAD_ROWS = 64
 """Rows whose logits exist at once: 64 rows of a vocabulary of 152k are 39 MB."""
-EACH_UP_TO = 8
-"""Row counts up to this have a graph each; above, multiples of it, with rows that write nothing as padding."""
-
-
-def graph_rows(max_decode_rows: int) -> list[int]:
-    """The row counts that get a graph for batches of 1..`max_decode_rows` rows, ascending."""
-    small = list(range(1, min(max_decode_rows, EACH_UP_TO) + 1))
-    if max_decode_rows <= EACH_UP_TO:
-        return small
-    top = -(-max_decode_rows // EACH_UP_TO) * EACH_UP_TO
-    return small + list(range(2 * EACH_UP_TO, top + 1, EACH_UP_TO))
-
-
-def prompt_rows(rows: int, max_rows: int) -> int:
-    """The row count that a prompt's pass of `rows` rows is padded to: up to 8 none, then two sizes for each power of
-    two, so that at most a third is padding and a handful of captured passes serves every prompt."""
-    if rows <= EACH_UP_TO:
-        return rows
-    size = 2 * EACH_UP_TO
-    while size < rows:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return max(rows, min(size, max_rows))
-
-
 MAKE_ROOM = 8
 """Tries of a pass that finds no memory, each after the expert cache gave some back."""
 KEPT_PROMPTS = 32

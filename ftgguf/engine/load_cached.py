@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ftgguf.engine import cores
 from ftgguf.engine.fit import CONTEXT, MIB, Fit, Parts, parts_of, workspace_bytes
+from ftgguf.engine.pass_sizes import graph_rows
 from ftgguf.engine.survey import Survey
 from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, ServerConfig, pad
 from ftgguf.layers.params import Moe
@@ -154,7 +155,6 @@ def _fit(n_layer: int, cells: int, start: int, parts: Parts, size: int, whole: P
 
 def make_store(plan: CachePlan, config: ServerConfig, numbers: Numbers, memory: DeviceMemory) -> CachedStore:
     """The store of `plan`, empty."""
-    from ftgguf.engine.cuda_executor import graph_rows
     from ftgguf.experts import key
     from ftgguf.experts.bank import LimitedPinner
     from ftgguf.experts.control import Arm
