@@ -243,7 +243,7 @@ class CudaExecutor:
             with self._on_device():
                 small = batch.rows <= self.decode_top or self._short(batch)
                 decoding = small and (hidden is None) == (self.hidden is None) and not (batch.features and self.final)
-                self.store.start(prompt=not decoding)
+                self.store.start(not decoding, batch.rows)
                 if batch.features and self.final:
                     values = self._features(batch, hidden)
                 else:

@@ -180,8 +180,8 @@ class ExpertStore(ABC):
         """Whether `rows` rows of a prompt may run as decode's rows do (CudaExecutor's `short_rows`)."""
         return False
 
-    def start(self, prompt: bool = False) -> None:
-        """A pass is about to be queued: of a prompt that does not run as decode's rows do, or another."""
+    def start(self, prompt: bool = False, rows: int = 1) -> None:
+        """A pass of `rows` rows is about to be queued: of a prompt that does not run as decode's rows do, or another."""
         self.prompting = prompt
         if self.hook is not None:
             self.hook.start()

@@ -192,13 +192,16 @@ class SplitController:
         """The arm of the next step: the one in charge, or the one on trial."""
         return self._trial or self.arm
 
-    def split(self, kind: str) -> tuple[int, int]:
-        """(phi in Q16, least number of fills) for layers of type `kind` in the next step."""
+    def split(self, kind: str, more: float = 0.0) -> tuple[int, int]:
+        """(phi in Q16, least number of fills) for layers of type `kind` in the next step; `more` seconds a byte are
+        what further rows at an expert cost the CPU."""
         if self.running is Arm.FILL:
             return PHI_ONE, 1
         if self.running is Arm.CPU:
             return 0, 0
-        return to_q16(self.estimates[kind].phi), 1
+        e = self.estimates[kind]
+        both = e.seconds_per_byte()
+        return to_q16((e.phi * both + more) / (both + more) if more and both < float("inf") else e.phi), 1
 
     def late(self, kind: str, expert_bytes: int) -> int:
         """The rule's `late` in Q16 for layers of type `kind` in the next step, in steps of `LATE_STEP`."""

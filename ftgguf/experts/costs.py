@@ -38,10 +38,14 @@ class PathCosts:
     def bandwidths(self, kind: str) -> Bandwidths:
         return self.rates.get(kind, GUESS)
 
+    def cpu_row(self, kind: str, expert_bytes: int) -> float:
+        """Seconds of a further row at an expert on the CPU; unless it was measured, as much as the first: its kernels
+        are bound by arithmetic, not by memory."""
+        b = self.bandwidths(kind)
+        return self.cpu_entry.get(kind, expert_bytes / b.cpu if b.cpu > 0 else float(expert_bytes))
+
     def of(self, kind: str, expert_bytes: int, pinned: bool = True) -> Costs:
-        """The prefill planner's costs of experts of type `kind`; not `pinned` ones go by way of the host. Unless it was
-        measured, a further row at an expert is taken to cost the CPU as much as the first: its kernels are bound by
-        arithmetic, not by memory."""
+        """The prefill planner's costs of experts of type `kind`; not `pinned` ones go by way of the host."""
         b = self.bandwidths(kind)
         link = 1 / b.fill if b.fill > 0 else 1 / GUESS.fill
         if not pinned:
@@ -50,7 +54,7 @@ class PathCosts:
         return Costs(
             stream=Cost(2e-5, link),
             gather=Cost(2e-5, link),
-            cpu=Cost(1e-4, host, self.cpu_entry.get(kind, host * expert_bytes)),
+            cpu=Cost(1e-4, host, self.cpu_row(kind, expert_bytes)),
             gpu=self.gpu.get(kind, Cost(GPU_PIECE, 1 / GPU_RATE, GPU_ENTRY)),
             look=LOOK,
         )

@@ -12,6 +12,13 @@ LATE_MOST = 8 * PHI_ONE
 """Bound of `late`: eight experts."""
 
 
+def rows_each(rows: int, top_k: int, experts: int) -> float:
+    """Rows that an expert gets in a pass of `rows` rows that want `top_k` of `experts` each, of those that get any;
+    uniform routing."""
+    wanted = experts * (1 - (1 - top_k / experts) ** rows)
+    return rows * top_k / wanted
+
+
 def balanced_fills(m: int, phi_q16: int, least: int = 1, late_q16: int = 0) -> int:
     """Fills for `m` misses at a share of `phi_q16` / 65536: of the integers around m * phi the one whose slower branch
     is done first, `max(f * (1 - phi), (m - f) * phi + late)`, the lower on a tie; at least `least`, at most m.

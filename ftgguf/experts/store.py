@@ -35,6 +35,7 @@ from ftgguf.experts.prefill_pass import PrefillPass
 from ftgguf.experts.promote import EVERY, Bounce, promote
 from ftgguf.experts.residency import Residency, Stat
 from ftgguf.experts.ring import Ring
+from ftgguf.experts.split import rows_each
 from ftgguf.gguf.types import TensorType
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
@@ -109,6 +110,8 @@ class CachedStore(ExpertStore):
         self._running = arm
         """The arm whose split the device has."""
         self._due = False
+        self._short = 0
+        """Rows of the short prompt whose split the device has, 0 for decode's."""
         self._mixed = True
         """Whether the sums since they were last taken are of other passes too: the warm-up's, one that nobody waited
         for, or one that was given up."""
@@ -292,10 +295,11 @@ class CachedStore(ExpertStore):
         most = min(rows * self.top_k, self.state.experts)
         return rows <= self.most_rows and most <= min(self.arena.plan.counts(), default=0)
 
-    def start(self, prompt: bool = False) -> None:
-        super().start(prompt)
-        if self._due:
-            self._due = False
+    def start(self, prompt: bool = False, rows: int = 1) -> None:
+        super().start(prompt, rows)
+        short = rows if not prompt and rows > self.decode_rows else 0
+        if self._due or short != self._short:
+            self._due, self._short = False, short
             self._write_split()
         self._step_started = time.perf_counter()
 
@@ -344,8 +348,12 @@ class CachedStore(ExpertStore):
         c = self.controller
         self._running = c.running
         forced = self._forced
+        # A short prompt's experts have several rows each, which costs the CPU more and the link nothing.
+        further = rows_each(self._short, self.top_k, self.state.experts) - 1 if self._short else 0.0
         chosen = {
-            (kind, size, part): (c.split(kind), c.late(kind, size), c.part(kind, size, part))
+            (kind, size, part): (
+                c.split(kind, further * self.costs.cpu_row(kind, size) / size), c.late(kind, size), c.part(kind, size, part)
+            )
             if forced is None
             else (forced, 0, self._forced_part)
             for kind, size, part in self._sorts

@@ -21,8 +21,11 @@ from store_helpers import TINY, load_cached, rows  # noqa: E402
 from compat.routes import decided_routes  # noqa: E402
 from compat.synth import make  # noqa: E402
 from compat.vocab import tiny  # noqa: E402
+from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.pinning import cuda_pinner  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
+from ftgguf.experts.samples import Bandwidths  # noqa: E402
+from ftgguf.experts.split import rows_each  # noqa: E402
 from ftgguf.nouns import F32  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -58,6 +61,7 @@ def cached(path: Path, slots: int, **options: Any) -> Any:
     if on_gpu:  # captured, as in service
         executor.warm_up()
         assert sorted(executor.graphs) == executor.sizes
+        executor.store.prefill_passes = 0
     return executor
 
 
@@ -122,6 +126,26 @@ def test_the_split_learns_from_decode_alone(path: Path) -> None:
     assert executor.store._taken is not None
     assert executor.store._taken[1] == 1
     executor.store.close()
+
+
+def test_several_rows_at_an_expert_move_the_split_to_the_link(path: Path) -> None:
+    """A byte takes both paths as long here: half of a decode step's misses are filled. 12 rows that want 2 of 8 experts
+    are 3.1 at each that gets any; further ones cost the CPU time and the link none."""
+    size = 1 << 13
+    costs = PathCosts({"Q8_0": Bandwidths(1e9, 2e9, 1e9, 1e9)}, cpu_entry={"Q8_0": 0.5e-9 * size})
+    executor = cached(path, 9, costs=costs)
+    store = executor.store
+    assert [spec.slot_bytes for spec in store.order] == [store.order[0].slot_bytes] * TINY["n_layer"]
+    each = rows_each(12, 2, 8)
+    assert 12 * 2 / 8 <= each < 3.1
+    executor.forward(rows(TOKENS, 0, [11]))
+    more = 0.5 * size / store.order[0].slot_bytes * (each - 1)
+    want = (1 + more) / (2 + more)
+    assert abs(store.state.split[:, 0] / 65536 - want).max() < 1e-3
+    executor.forward(rows([7], len(TOKENS), [0]))
+    if DEVICE.type == "cpu":  # no clock there, so the rates are as given
+        assert (store.state.split[:, 0] == 32768).all()
+    store.close()
 
 
 def test_decodes_inputs_do_not_depend_on_whose_rows_they_are(path: Path) -> None:
