@@ -181,7 +181,7 @@ class ExpertStore(ABC):
         return False
 
     def start(self, prompt: bool = False, rows: int = 1) -> None:
-        """A pass of `rows` rows is about to be queued: of a prompt that does not run as decode's rows do, or another."""
+        """A pass of `rows` rows is about to be queued: a prompt's that does not run as decode's rows do, or another."""
         self.prompting = prompt
         if self.hook is not None:
             self.hook.start()

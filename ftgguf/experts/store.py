@@ -352,7 +352,9 @@ class CachedStore(ExpertStore):
         further = rows_each(self._short, self.top_k, self.state.experts) - 1 if self._short else 0.0
         chosen = {
             (kind, size, part): (
-                c.split(kind, further * self.costs.cpu_row(kind, size) / size), c.late(kind, size), c.part(kind, size, part)
+                c.split(kind, further * self.costs.cpu_row(kind, size) / size),
+                c.late(kind, size),
+                c.part(kind, size, part),
             )
             if forced is None
             else (forced, 0, self._forced_part)
