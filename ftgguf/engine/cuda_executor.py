@@ -104,6 +104,8 @@ class CudaExecutor:
         self.after_warm_up: Callable[[], None] = lambda: None
         """Called when every kernel is compiled."""
         self.graphs: dict[int, Any] = {}
+        self._stale = False
+        """Cells have moved: a graph is captured when its row count comes next. All of them took 20 to 50 ms each."""
         self.pool: Any = None
         self.prompts: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
         """(rows, outputs) -> its captured pass."""
@@ -154,34 +156,47 @@ class CudaExecutor:
         before = torch.cuda.memory_reserved(self.device)
         self.pool = torch.cuda.graph_pool_handle()
         for rows in reversed(self.sizes):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                self._decode(rows)
-            self.graphs[rows] = graph
+            self.graphs[rows] = self._captured(rows)
         torch.cuda.synchronize(self.device)
         self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
+
+    def _captured(self, rows: int) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            self._decode(rows)
+        return graph
+
+    def _graph(self, rows: int) -> Any:
+        """The graph of `rows` rows, None where there is to be none. Raises torch.OutOfMemoryError."""
+        graph = self.graphs.get(rows)
+        if graph is not None or not self._stale:
+            return graph
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        graph = self.graphs[rows] = self._captured(rows)
+        grown = max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.memory.held["graphs"] = self.memory.held.get("graphs", 0) + grown
+        return graph
 
     def resize_cells(self, n_cells: int) -> None:
         """Have memory for `n_cells` cells, whole pages; contents below stay. A safe point: waits for the device.
 
-        Captured passes hold the cells' addresses: decode's are captured again, prompts' when they come. Raises
-        MemoryError where there is no room (the cells are as before).
+        Captured passes hold the cells' addresses: they are captured again when they come. Raises MemoryError where
+        there is no room (the cells are as before).
         """
         if n_cells % PAGE or not 0 < n_cells <= self.n_cells:
             raise ValueError(f"{n_cells} cells are no whole pages of {self.n_cells}")
         with self._on_device():
             self._wait()
-            captured = bool(self.graphs)
+            self._stale = self._stale or bool(self.graphs)
             self.graphs.clear()
             self.prompts.clear()
             self.uncaptured.clear()
             self.pool = None
             self.memory.held.pop("graphs", None)
-            try:
-                self.cells.resize(self.memory, n_cells)
-            finally:
-                if captured:
-                    self._capture_decode()
+            self.cells.resize(self.memory, n_cells)
 
     def _prompt_sizes(self) -> list[int]:
         """Every size that prompts are padded to, the largest first: it takes the memory that the others find."""
@@ -273,7 +288,7 @@ class CudaExecutor:
         self.small.fill(batch, rows, None if every else self.decode_top)
         if hidden is not None:
             self._upload(hidden)
-        graph = self.graphs.get(rows)
+        graph = self._graph(rows)
         if graph is None:
             self._decode(rows)
         else:
