@@ -175,10 +175,19 @@ class CudaExecutor:
             self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
-        graph = self.graphs[rows] = self._captured(rows)
+        try:
+            graph = self.graphs[rows] = self._captured(rows)
+        except RuntimeError as error:
+            if _no_memory(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+        self._hold_graphs(before)
+        return graph
+
+    def _hold_graphs(self, before: int) -> None:
+        """Count what graphs have taken since `before` bytes were reserved."""
         grown = max(0, torch.cuda.memory_reserved(self.device) - before)
         self.memory.held["graphs"] = self.memory.held.get("graphs", 0) + grown
-        return graph
 
     def resize_cells(self, n_cells: int) -> None:
         """Have memory for `n_cells` cells, whole pages; contents below stay. A safe point: waits for the device.
@@ -356,15 +365,12 @@ class CudaExecutor:
             with torch.cuda.graph(graph, pool=self.pool):
                 out = self._pass(rows, h)
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not isinstance(
-                error.__context__, torch.OutOfMemoryError
-            ):
+            if not _no_memory(error):
                 raise
             log.warning("prompt passes of %d rows stay without a CUDA graph: no memory for one", key[0])
             self.uncaptured.add(key)
             return None
-        grown = max(0, torch.cuda.memory_reserved(self.device) - before)
-        self.memory.held["graphs"] = self.memory.held.get("graphs", 0) + grown
+        self._hold_graphs(before)
         self.prompts[key] = _Captured(graph, out)
         return self.prompts[key]
 
@@ -444,6 +450,11 @@ class CudaExecutor:
                 self.cells.set_keys(i, at[first:last], ops.rope(self.cells.keys(i, at[first:last]), rope))
 
             in_parts(len(cells), turn)
+
+
+def _no_memory(error: RuntimeError) -> bool:
+    """Whether there was no memory; a capture that ends early raises another error over it."""
+    return any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__))
 
 
 def _dummy(rows: int, outputs: I32) -> Batch:

@@ -98,6 +98,25 @@ def test_more_streams_than_a_tile_of_attention(model: Callable[..., Path]) -> No
         np.testing.assert_array_equal(captured.forward(batch), eager.forward(batch))
 
 
+def test_graphs_come_back_with_their_rows_when_cells_have_moved(model: Callable[..., Path]) -> None:
+    path = model()
+    captured, eager = (
+        load_cuda(path, decode_rows=4, max_sequences=4, n_cells=16 * PAGE, eager=e) for e in (False, True)
+    )
+    captured.warm_up()
+    eager.warm_up()
+    for i in range(6):
+        if i in (2, 4):
+            for executor in (captured, eager):
+                executor.resize_cells((8 if i == 2 else 16) * PAGE)
+            assert not captured.graphs
+        batch = step(2 + i % 2, [i + 3 * s for s in range(4)], i)
+        np.testing.assert_array_equal(captured.forward(batch), eager.forward(batch))
+        assert batch.rows in captured.graphs
+    assert sorted(captured.graphs) == [2, 3]
+    assert not eager.graphs
+
+
 def test_a_replay_allocates_nothing(model: Callable[..., Path]) -> None:
     executor = load_cuda(model(), decode_rows=4, n_cells=16 * PAGE)
     executor.warm_up()
