@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import torch
 
 from ftgguf.engine.cuda_cells import CudaCells, in_parts
 from ftgguf.engine.cuda_experts import ExpertStore
+from ftgguf.engine.cuda_graphs import Graphs
 from ftgguf.engine.cuda_inputs import Inputs, check_pages
 from ftgguf.engine.device_memory import DeviceMemory
 from ftgguf.engine.executor import ExecutorLost, NotSupported
@@ -29,17 +29,7 @@ HEAD_ROWS = 64
 """Rows whose logits exist at once: 64 rows of a vocabulary of 152k are 39 MB."""
 MAKE_ROOM = 8
 """Tries of a pass that finds no memory, each after the expert cache gave some back."""
-KEPT_PROMPTS = 32
-"""Captured prompt passes kept, the last used ones."""
 log = logging.getLogger(__name__)
-
-
-class _Captured:
-    """A captured prompt pass and its output (None: no logits are wanted)."""
-
-    def __init__(self, graph: Any, out: torch.Tensor | None) -> None:
-        self.graph = graph
-        self.out = out
 
 
 class CudaExecutor:
@@ -103,16 +93,7 @@ class CudaExecutor:
         self.host_result = torch.empty(host_rows, width, pin_memory=pinned)
         self.after_warm_up: Callable[[], None] = lambda: None
         """Called when every kernel is compiled."""
-        self.graphs: dict[int, Any] = {}
-        self._stale = False
-        """Cells have moved: a graph is captured when its row count comes next. All of them took 20 to 50 ms each."""
-        self.pool: Any = None
-        self.prompts: OrderedDict[tuple[int, int], _Captured] = OrderedDict()
-        """(rows, outputs) -> its captured pass."""
-        self.warm: set[int] = set()
-        """Row counts of prompts whose kernels are loaded: only those may be captured."""
-        self.uncaptured: set[tuple[int, int]] = set()
-        """Passes that found no memory for a graph."""
+        self.graphs = Graphs(memory)
 
     # ------------------------------------------------------------------------------------------------- the passes
 
@@ -148,46 +129,8 @@ class CudaExecutor:
             self.after_warm_up()
             if not self.captures:
                 return
-            self._capture_decode()
-
-    def _capture_decode(self) -> None:
-        self.store.prompting = False
-        torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_reserved(self.device)
-        self.pool = torch.cuda.graph_pool_handle()
-        for rows in reversed(self.sizes):
-            self.graphs[rows] = self._captured(rows)
-        torch.cuda.synchronize(self.device)
-        self.memory.reserve("graphs", max(0, torch.cuda.memory_reserved(self.device) - before))
-
-    def _captured(self, rows: int) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            self._decode(rows)
-        return graph
-
-    def _graph(self, rows: int) -> Any:
-        """The graph of `rows` rows, None where there is to be none. Raises torch.OutOfMemoryError."""
-        graph = self.graphs.get(rows)
-        if graph is not None or not self._stale:
-            return graph
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
-        try:
-            graph = self.graphs[rows] = self._captured(rows)
-        except RuntimeError as error:
-            if _no_memory(error):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
-        self._hold_graphs(before)
-        return graph
-
-    def _hold_graphs(self, before: int) -> None:
-        """Count what graphs have taken since `before` bytes were reserved."""
-        grown = max(0, torch.cuda.memory_reserved(self.device) - before)
-        self.memory.held["graphs"] = self.memory.held.get("graphs", 0) + grown
+            self.store.prompting = False
+            self.graphs.capture(self.sizes, self._decode)
 
     def resize_cells(self, n_cells: int) -> None:
         """Have memory for `n_cells` cells, whole pages; contents below stay. A safe point: waits for the device.
@@ -199,12 +142,7 @@ class CudaExecutor:
             raise ValueError(f"{n_cells} cells are no whole pages of {self.n_cells}")
         with self._on_device():
             self._wait()
-            self._stale = self._stale or bool(self.graphs)
-            self.graphs.clear()
-            self.prompts.clear()
-            self.uncaptured.clear()
-            self.pool = None
-            self.memory.held.pop("graphs", None)
+            self.graphs.forget()
             self.cells.resize(self.memory, n_cells)
 
     def _prompt_sizes(self) -> list[int]:
@@ -297,7 +235,7 @@ class CudaExecutor:
         self.small.fill(batch, rows, None if every else self.decode_top)
         if hidden is not None:
             self._upload(hidden)
-        graph = self._graph(rows)
+        graph = self.graphs.of(rows, self._decode)
         if graph is None:
             self._decode(rows)
         else:
@@ -341,38 +279,16 @@ class CudaExecutor:
                 self._upload(hidden)
             h = self.hidden[:size]
         rows = self.large.rows(size, outputs, all_outputs=False)
-        key = (size, outputs)
-        known = self.prompts.get(key)
-        if known is None and self.store.captures_prompts and size in self.warm and key not in self.uncaptured:
-            known = self._capture_prompt(key, rows, h)
+        known = None
+        if self.store.captures_prompts:
+            known = self.graphs.prompt((size, outputs), lambda: self._pass(rows, h))
         if known is None:
             out = self._pass(rows, h)
-            self.warm.add(size)
+            self.graphs.warm.add(size)
         else:
             known.graph.replay()
             out = known.out
-            self.prompts.move_to_end(key)
         return self._fetch(out, n if self.final else batch.rows)
-
-    def _capture_prompt(self, key: tuple[int, int], rows: Rows, h: Any) -> _Captured | None:
-        """Capture one prompt pass, or say once why it stays eager: the graph's memory does not fit."""
-        while len(self.prompts) >= KEPT_PROMPTS:
-            self.prompts.popitem(last=False)
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(self.device)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                out = self._pass(rows, h)
-        except RuntimeError as error:
-            if not _no_memory(error):
-                raise
-            log.warning("prompt passes of %d rows stay without a CUDA graph: no memory for one", key[0])
-            self.uncaptured.add(key)
-            return None
-        self._hold_graphs(before)
-        self.prompts[key] = _Captured(graph, out)
-        return self.prompts[key]
 
     def _fetch(self, out: torch.Tensor | None, n: int) -> F32:
         """The first `n` rows of a pass's result on the host."""
@@ -450,11 +366,6 @@ class CudaExecutor:
                 self.cells.set_keys(i, at[first:last], ops.rope(self.cells.keys(i, at[first:last]), rope))
 
             in_parts(len(cells), turn)
-
-
-def _no_memory(error: RuntimeError) -> bool:
-    """Whether there was no memory; a capture that ends early raises another error over it."""
-    return any(isinstance(e, torch.OutOfMemoryError) for e in (error, error.__context__))
 
 
 def _dummy(rows: int, outputs: I32) -> Batch:

@@ -103,7 +103,7 @@ class Host:
     def __init__(self, executor: Any) -> None:
         self.marks: list[list[float]] = []
         self.now: list[float] = []
-        store, graph = executor.store, executor.graphs[1]
+        store, graph = executor.store, executor.graphs.decode[1]
         start, finish, wait = store.start, store.finish, executor._wait
 
         def mark() -> None:
@@ -130,11 +130,11 @@ class Host:
                 graph.replay()
                 mark()
 
-        executor.graphs[1] = Graph()
+        executor.graphs.decode[1] = Graph()
         store.start, store.finish, executor._wait = started, finished, waited
         self.undo = lambda: (
             setattr(store, "start", start), setattr(store, "finish", finish), setattr(executor, "_wait", wait),
-            executor.graphs.__setitem__(1, graph),
+            executor.graphs.decode.__setitem__(1, graph),
         )  # fmt: skip
 
     def show(self) -> None:

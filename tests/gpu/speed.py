@@ -176,7 +176,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps({"details": details, **seconds, "results": results}, default=str))
     if options.profile:
-        graphs, executor.graphs, executor.captures = executor.graphs, {}, False
+        graphs, executor.graphs.decode, executor.captures = executor.graphs.decode, {}, False
         table = bench.table(0, 8192)
         for name, batch, count in (
             ("decode x1", rows(bench.tokens(1), [127], [table], True), 16),
@@ -188,7 +188,7 @@ def main() -> None:
             print(f"{name}: {sum(f[2] for f in found):.0f} us on the device")
             for key, launches, us in found:
                 print(f"  {us:9.1f} us {launches:5} x {us / launches:7.2f}  {key}")
-        executor.graphs, executor.captures = graphs, True
+        executor.graphs.decode, executor.captures = graphs, True
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ def test_captured_decode_equals_eager(model: Callable[..., Path], arch: str) -> 
     )
     captured.warm_up()
     eager.warm_up()
-    assert sorted(captured.graphs) == list(range(1, 9))
-    assert not eager.graphs
+    assert sorted(captured.graphs.decode) == list(range(1, 9))
+    assert not eager.graphs.decode
     for i in range(12):
         count = 1 + i % 8
         batch = step(count, [i + 3 * s for s in range(8)], i)
@@ -77,7 +77,7 @@ def test_more_rows_than_graphs_of_their_own_are_padded(model: Callable[..., Path
     )
     captured.warm_up()
     eager.warm_up()
-    assert sorted(captured.graphs) == [*range(1, 9), 16, 24]
+    assert sorted(captured.graphs.decode) == [*range(1, 9), 16, 24]
     for i in range(4):
         batch = step(11, [i] * 11, i)
         got, want = captured.forward(batch), eager.forward(batch)
@@ -109,12 +109,12 @@ def test_graphs_come_back_with_their_rows_when_cells_have_moved(model: Callable[
         if i in (2, 4):
             for executor in (captured, eager):
                 executor.resize_cells((8 if i == 2 else 16) * PAGE)
-            assert not captured.graphs
+            assert not captured.graphs.decode
         batch = step(2 + i % 2, [i + 3 * s for s in range(4)], i)
         np.testing.assert_array_equal(captured.forward(batch), eager.forward(batch))
-        assert batch.rows in captured.graphs
-    assert sorted(captured.graphs) == [2, 3]
-    assert not eager.graphs
+        assert batch.rows in captured.graphs.decode
+    assert sorted(captured.graphs.decode) == [2, 3]
+    assert not eager.graphs.decode
 
 
 def test_a_replay_allocates_nothing(model: Callable[..., Path]) -> None:
