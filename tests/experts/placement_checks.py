@@ -157,7 +157,7 @@ def ready(executor: CudaExecutor) -> None:
         with executor._on_device():
             executor.small.fill(_dummy(1, np.zeros(1, np.int32)), 1)
             executor._decode(1)
-            executor._capture_decode()
+            executor.graphs.capture(executor.sizes, executor._decode)
 
 
 # ------------------------------------------------------------------------------------------- the layers, one by one

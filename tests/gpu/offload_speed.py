@@ -109,10 +109,10 @@ class Host:
         def mark() -> None:
             self.now.append(time.perf_counter())
 
-        def started() -> None:
+        def started(*args: Any) -> None:
             self.now = []
             mark()
-            start()
+            start(*args)
 
         def waited() -> None:
             mark()
