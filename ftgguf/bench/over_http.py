@@ -70,10 +70,13 @@ def compare_over_http(report: Report, options: Options, path: str, peer: Peer) -
     sides = make_contenders(options, flags, peer, placements, plan.cells)
     other = other_backend(options, flags, peer) if placements else None
     builds = None
-    if other is None and peer.kind in ("llama-server", "xllamacpp"):  # a server at a URL may be of any make
+    if peer.kind in ("llama-server", "xllamacpp"):  # a server at a URL may be of any make
         plain = [flag.replace("_", "-") if flag.startswith("--") else flag for flag in flags]
         builds = InProcess(shared_flags(plain), size, options.timeout)
-    HttpDuel(report, options, sides, Source(n_vocab), text_only, salt, other, builds).run(plan)
+    duel = HttpDuel(report, options, sides, Source(n_vocab), text_only, salt, other, builds)
+    if placements:
+        duel.start_ours_once()
+    duel.run(plan)
     check_budget(report, config.placement.vram_budget)
 
 
@@ -136,6 +139,22 @@ class HttpDuel:
         )
         if text_only:
             report.notes.append("prompts are text, as the peer takes no token ids")
+
+    def start_ours_once(self) -> None:
+        """On a GPU, as the sweep has started the peer many times: the first start compiles the model's kernels, half a
+        minute that no later one takes, and from which `--limit` would conclude how long a round takes."""
+        ours = self.sides[0]
+        say(f"{ours.contestant.name} is started once, so that its kernels are compiled")
+        began = time.monotonic()
+        try:
+            with ours.up():
+                took = time.monotonic() - began
+        except (ServerError, RequestFailed):
+            return  # the first round says what is wrong
+        self.report.notes.append(
+            f"{ours.contestant.name} was started once before the rounds, in {took:.1f} s with the kernels that were "
+            "not compiled yet; `load s` is of a later start"
+        )
 
     def run(self, plan: Plan) -> None:
         """All rounds that `--limit` has time for. Outputs are compared also where an interrupt ends the first."""

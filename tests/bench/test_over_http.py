@@ -27,6 +27,7 @@ from ftgguf.bench.report import (
     Report,
 )
 from ftgguf.bench.servers import Server, ServerError
+from ftgguf.bench.servers import ServerError
 from ftgguf.bench.table import render
 from ftgguf.bench.witness import Builds, NotInstalled
 from ftgguf.bench.workloads import Plan, Source, TextSource, make_plan
@@ -164,6 +165,43 @@ def test_what_the_peers_other_backend_says_is_asked_where_outputs_differ() -> No
     unasked = Script()
     run({"ours": Script(), "peer": Script()}, rounds=1, other=unasked)
     assert unasked.seen == []
+
+
+def test_other_builds_are_asked_about_what_the_peers_other_backend_leaves() -> None:
+    """Where the same program on the CPU does not part from the peer by as much as ours does, but libllama says our
+    token at that very place: seen with llama-server on CUDA and a 12-layer file of random weights."""
+    peer = Script(token=lambda n, i: 7 if i < 2 else 8)
+    sides, cpu = {"ours": Script(token=lambda n, i: 7), "peer": peer}, Script(token=lambda n, i: 7 if i < 2 else 8)
+    builds = FakeBuilds(plain=7)
+    report = run(dict(sides), rounds=1, other=cpu, builds=builds)
+    assert report.outputs.noise < 1
+    assert report.status == OK, report.troubles
+    assert all(d.settled for d in report.outputs.divergences if "ours" in (d.a, d.b))
+    fault = FakeBuilds(plain=8, repacked=8)
+    assert run(dict(sides), rounds=1, other=cpu, builds=fault).status == OUTPUTS_DIFFER
+
+
+@pytest.mark.parametrize("comes_up", [True, False])
+def test_a_first_start_is_no_part_of_the_rounds(comes_up: bool) -> None:
+    """One that fails is left to the first round, which reports it."""
+    starts: list[str] = []
+
+    @contextmanager
+    def up() -> Iterator[Running]:
+        starts.append("up")
+        if not comes_up:
+            raise ServerError("no memory")
+        yield Running(Target("http://127.0.0.1:1", "native", "", timeout=1.0))
+        starts.append("down")
+
+    report = Report("test", "test")
+    options = parse(["--against", "llama.cpp"])
+    duel = HttpDuel(report, options, [Contender(Contestant("ours", ours=True), up)], Source(100), False)
+    duel.start_ours_once()
+    assert starts == (["up", "down"] if comes_up else ["up"])
+    assert any("started once before the rounds" in note for note in report.notes) is comes_up
+    assert not report.troubles
+    assert not duel.sides[0].lost
 
 
 class FakeBuilds:
