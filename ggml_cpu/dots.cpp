@@ -1,6 +1,7 @@
 // Dot products with AVX-512 VNNI: whole blocks in registers, one fused multiply-add of floats for 64 integer products.
 //
 // ggml's products of these types take twice the instructions, so that fewer bytes are on their way from memory at once.
+// Weights are unpacked once for up to four rows of input.
 // Layouts of blocks: the GGUF types' definitions (q4_K, q6_K, mxfp4; inputs in q8_K and q8_0).
 #include "dots.h"
 
@@ -24,8 +25,9 @@ VNNI_INLINE float half_at(const uint8_t * p) {
     return _cvtsh_ss(h);
 }
 
-VNNI_INLINE void ask_for(const uint8_t * from, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char *>(from + at), _MM_HINT_T0);
+VNNI_INLINE void ask_for(const uint8_t * from, size_t bytes, size_t ahead) {
+    if (ahead == 0) return;
+    for (size_t at = 0; at < bytes; at += 64) _mm_prefetch(reinterpret_cast<const char *>(from + ahead + at), _MM_HINT_T0);
 }
 
 VNNI_INLINE __m512 times(__m512i products, __m512 scale, __m512 sum) {
@@ -43,28 +45,30 @@ struct Inputs256 {
 };
 static_assert(sizeof(Inputs256) == 384);
 
-// The sums of a row's blocks. Register i of a block's four (64 weights each) has its scales at `of[i]` among the block's.
-struct Sums256 {
+// Where the scales of the four registers of a block's weights (64 each) are among its 16.
+struct Scales256 {
     __m512i of[4];
-    __m512 sum[4], offsets;
-    VNNI_INLINE_MEMBER Sums256(__m512i first, int second, int third) {
+    VNNI_INLINE_MEMBER Scales256(__m512i first, int second, int third) {
         const int steps[4] = {0, second, third, second + third};
-        for (int i = 0; i < 4; i++) {
-            of[i] = _mm512_add_epi32(first, _mm512_set1_epi32(steps[i]));
-            sum[i] = _mm512_setzero_ps();
-        }
-        offsets = _mm512_setzero_ps();
+        for (int i = 0; i < 4; i++) of[i] = _mm512_add_epi32(first, _mm512_set1_epi32(steps[i]));
     }
-    VNNI_INLINE_MEMBER void add(__m512i a, __m512i b, __m512i c, __m512i d, __m512 scale, const Inputs256 & x) {
-        const __m512i weights[4] = {a, b, c, d};
-        for (int i = 0; i < 4; i++) {
-            const __m512i products = _mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[i], _mm512_load_si512(x.q + 64 * i));
-            sum[i] = times(products, _mm512_permutexvar_ps(of[i], scale), sum[i]);
-        }
-        offsets = _mm512_fmadd_ps(scale, _mm512_load_ps(x.sums), offsets);
-    }
-    VNNI_INLINE_MEMBER float total() const { return _mm512_reduce_add_ps(sum[0] + sum[1] + (sum[2] + sum[3]) + offsets); }
 };
+
+// A block's products with R rows of inputs, added to their sums. `scale` has the weights' 16 scales or offsets.
+template <int R>
+VNNI_INLINE void add_block(const Scales256 & scales, const __m512i * weights, __m512 scale, const Inputs256 * const * x,
+                           __m512 * sum) {
+    __m512 s[4];
+    for (int i = 0; i < 4; i++) s[i] = _mm512_permutexvar_ps(scales.of[i], scale);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        __m512 block = _mm512_mul_ps(scale, _mm512_load_ps(x[r]->sums));
+        for (int i = 0; i < 4; i++) {
+            block = times(_mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[i], _mm512_load_si512(x[r]->q + 64 * i)), s[i], block);
+        }
+        sum[r] = _mm512_fmadd_ps(block, _mm512_set1_ps(x[r]->d), sum[r]);
+    }
+}
 
 // A q8_K block: float d, int8 [256], int16 sums of 16.
 constexpr size_t kQ8KSums = 4 + 256;
@@ -93,53 +97,68 @@ static void lay_out_q4(const uint8_t * rounded, int64_t, uint8_t * out) {
 }
 
 // q4_K, 144 bytes: half d, half dmin, 8 scales and 8 minima of 6 bits in 12 bytes, nibbles.
-VNNI static float dot_q4(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+template <int R>
+VNNI static void dots_q4(int64_t values, const uint8_t * w, const uint8_t * const * inputs, size_t ahead, float * out) {
     const __m512i low = _mm512_set1_epi8(15);
-    Sums256 sums(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2), 1, 4);
-    auto * x = reinterpret_cast<const Inputs256 *>(input);
-    for (const auto * end = x + values / 256; x < end; x++, w += 144) {
-        ask_for(w + ahead, 144);
+    const Scales256 scales(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2), 1, 4);
+    const Inputs256 * x[R];
+    __m512 sum[R];
+    for (int r = 0; r < R; r++) {
+        x[r] = reinterpret_cast<const Inputs256 *>(inputs[r]);
+        sum[r] = _mm512_setzero_ps();
+    }
+    for (const auto * end = w + values / 256 * 144; w < end; w += 144) {
+        ask_for(w, 144, ahead);
         uint32_t s0, s1, s2;
         std::memcpy(&s0, w + 4, 4);
         std::memcpy(&s1, w + 8, 4);
         std::memcpy(&s2, w + 12, 4);
         const __m128i six = _mm_setr_epi32(s0 & 0x3f3f3f3f, (s2 & 0x0f0f0f0f) | ((s0 >> 2) & 0x30303030), s1 & 0x3f3f3f3f,
                                            ((s2 >> 4) & 0x0f0f0f0f) | ((s1 >> 2) & 0x30303030));
-        const __m512 d = _mm512_insertf32x8(_mm512_set1_ps(half_at(w) * x->d), _mm256_set1_ps(half_at(w + 2) * x->d), 1);
+        const __m512 d = _mm512_insertf32x8(_mm512_set1_ps(half_at(w)), _mm256_set1_ps(half_at(w + 2)), 1);
         const __m512 scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(six)), d);
         const __m512i a = _mm512_loadu_si512(w + 16), b = _mm512_loadu_si512(w + 80);
         const __m512i a_high = _mm512_and_si512(_mm512_srli_epi16(a, 4), low);
         const __m512i b_high = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
-        sums.add(_mm512_and_si512(a, low), a_high, _mm512_and_si512(b, low), b_high, scale, *x);
+        const __m512i weights[4] = {_mm512_and_si512(a, low), a_high, _mm512_and_si512(b, low), b_high};
+        add_block<R>(scales, weights, scale, x, sum);
+        for (int r = 0; r < R; r++) x[r]++;
     }
-    return sums.total();
+    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
 }
 
 // q6_K, 210 bytes: low nibbles [128], two high bits [64], int8 scales [16], half d.
-VNNI static float dot_q6(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+template <int R>
+VNNI static void dots_q6(int64_t values, const uint8_t * w, const uint8_t * const * inputs, size_t ahead, float * out) {
     const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(0x30);
-    Sums256 sums(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), 4, 8);
+    const Scales256 scales(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), 4, 8);
     // Bits 2 i and 2 i + 1 of a byte belong to the i-th run of 32: moved to bits 4 and 5, whatever comes from the byte
     // beside it is masked out.
     const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
     const __m512i right = _mm512_inserti64x4(_mm512_set1_epi16(0), _mm256_set1_epi16(2), 1);
-    auto * x = reinterpret_cast<const Inputs256 *>(input);
-    for (const auto * end = x + values / 256; x < end; x++, w += 210) {
-        ask_for(w + ahead, 210);
+    const Inputs256 * x[R];
+    __m512 sum[R];
+    for (int r = 0; r < R; r++) {
+        x[r] = reinterpret_cast<const Inputs256 *>(inputs[r]);
+        sum[r] = _mm512_setzero_ps();
+    }
+    for (const auto * end = w + values / 256 * 210; w < end; w += 210) {
+        ask_for(w, 210, ahead);
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(w + 192));
-        const __m512 d = _mm512_set1_ps(half_at(w + 208) * x->d);
-        const __m512 scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), d);
+        const __m512 scale = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), _mm512_set1_ps(half_at(w + 208)));
         const __m512i a = _mm512_loadu_si512(w), b = _mm512_loadu_si512(w + 64);
         const __m512i c = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + 128)));
         const __m512i e = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(w + 160)));
         auto both = [&](__m512i nibbles, __m512i bits) __attribute__((target("avx512f,avx512bw"), always_inline)) {
             return _mm512_or_si512(_mm512_and_si512(nibbles, low), _mm512_and_si512(bits, high));
         };
-        const __m512i q0 = both(a, _mm512_sllv_epi16(c, left)), q1 = both(_mm512_srli_epi16(a, 4), _mm512_srlv_epi16(c, right));
-        const __m512i q2 = both(b, _mm512_sllv_epi16(e, left)), q3 = both(_mm512_srli_epi16(b, 4), _mm512_srlv_epi16(e, right));
-        sums.add(q0, q1, q2, q3, scale, *x);
+        const __m512i weights[4] = {
+            both(a, _mm512_sllv_epi16(c, left)), both(_mm512_srli_epi16(a, 4), _mm512_srlv_epi16(c, right)),
+            both(b, _mm512_sllv_epi16(e, left)), both(_mm512_srli_epi16(b, 4), _mm512_srlv_epi16(e, right))};
+        add_block<R>(scales, weights, scale, x, sum);
+        for (int r = 0; r < R; r++) x[r]++;
     }
-    return sums.total();
+    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
 }
 
 // ----------------------------------------------------------------------------------------------------- 32 a block
@@ -172,17 +191,22 @@ static void lay_out_mxfp4(const uint8_t * rounded, int64_t values, uint8_t * out
 }
 
 // Four blocks at a time; past the end of a row its last block stands in, with inputs of 0.
-VNNI static float dot_mxfp4(int64_t values, const uint8_t * w, const uint8_t * input, size_t ahead) {
+template <int R>
+VNNI static void dots_mxfp4(int64_t values, const uint8_t * w, const uint8_t * const * inputs, size_t ahead, float * out) {
     const __m512i table = _mm512_broadcast_i32x4(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
     const __m512i low = _mm512_set1_epi8(15);
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const int64_t blocks = values / 32;
-    auto * x = reinterpret_cast<const Inputs128 *>(input);
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b += 4, x++) {
+    const Inputs128 * x[R];
+    __m512 sum[R];
+    for (int r = 0; r < R; r++) {
+        x[r] = reinterpret_cast<const Inputs128 *>(inputs[r]);
+        sum[r] = _mm512_setzero_ps();
+    }
+    for (int64_t b = 0; b < blocks; b += 4) {
         const uint8_t * at[4];
         for (int i = 0; i < 4; i++) at[i] = w + (b + i < blocks ? b + i : blocks - 1) * kMxfp4;
-        ask_for(w + b * kMxfp4 + ahead, 4 * kMxfp4);
+        ask_for(w + b * kMxfp4, 4 * kMxfp4, ahead);
         auto nibbles = [](const uint8_t * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 1)); };
         __m512i q = _mm512_castsi128_si512(nibbles(at[0]));
         q = _mm512_inserti32x4(q, nibbles(at[1]), 1);
@@ -193,21 +217,38 @@ VNNI static float dot_mxfp4(int64_t values, const uint8_t * w, const uint8_t * i
         const __m128i normal = _mm_slli_epi32(_mm_sub_epi32(e, _mm_set1_epi32(1)), 23);
         const __m128i small = _mm_sllv_epi32(_mm_set1_epi32(0x00200000), e);
         const __m128i power = _mm_mask_mov_epi32(normal, _mm_cmplt_epi32_mask(e, _mm_set1_epi32(2)), small);
-        const __m128 scale = _mm_mul_ps(_mm_castsi128_ps(power), _mm_load_ps(x->d));
         const __m512i first = _mm512_shuffle_epi8(table, _mm512_and_si512(q, low));
         const __m512i second = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), low));
-        __m512i products = _mm512_dpbusd_epi32(_mm512_load_si512(x->offset), first, _mm512_load_si512(x->first));
-        products = _mm512_dpbusd_epi32(products, second, _mm512_load_si512(x->second));
-        sum = times(products, _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(scale)), sum);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const __m128 scale = _mm_mul_ps(_mm_castsi128_ps(power), _mm_load_ps(x[r]->d));
+            __m512i products = _mm512_dpbusd_epi32(_mm512_load_si512(x[r]->offset), first, _mm512_load_si512(x[r]->first));
+            products = _mm512_dpbusd_epi32(products, second, _mm512_load_si512(x[r]->second));
+            sum[r] = times(products, _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(scale)), sum[r]);
+            x[r]++;
+        }
     }
-    return _mm512_reduce_add_ps(sum);
+    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
 }
+
+using Dots = void (*)(int64_t, const uint8_t *, const uint8_t * const *, size_t, float *);
+
+// One of a product's instances, by the number of rows.
+#define BY_ROWS(name)                                                                                                        \
+    static void name##_rows(int64_t values, const uint8_t * w, const uint8_t * const * inputs, int rows, size_t ahead,       \
+                            float * out) {                                                                                   \
+        static const Dots by_rows[kDotRows] = {name<1>, name<2>, name<3>, name<4>};                                          \
+        by_rows[rows - 1](values, w, inputs, ahead, out);                                                                    \
+    }
+BY_ROWS(dots_q4)
+BY_ROWS(dots_q6)
+BY_ROWS(dots_mxfp4)
 
 const OwnDot * own_dot(ggml_type type) {
     static const OwnDot dots[] = {
-        {GGML_TYPE_Q4_K, 256, sizeof(Inputs256), lay_out_q4, dot_q4},
-        {GGML_TYPE_Q6_K, 256, sizeof(Inputs256), lay_out_q6, dot_q6},
-        {GGML_TYPE_MXFP4, 128, sizeof(Inputs128), lay_out_mxfp4, dot_mxfp4},
+        {GGML_TYPE_Q4_K, 256, sizeof(Inputs256), lay_out_q4, dots_q4_rows},
+        {GGML_TYPE_Q6_K, 256, sizeof(Inputs256), lay_out_q6, dots_q6_rows},
+        {GGML_TYPE_MXFP4, 128, sizeof(Inputs128), lay_out_mxfp4, dots_mxfp4_rows},
     };
     static const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

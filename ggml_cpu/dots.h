@@ -8,16 +8,20 @@
 
 namespace ftgguf {
 
+// Rows of input that one reading of a weight row may be multiplied with.
+constexpr int kDotRows = 4;
+
 // The same integers as ggml's product of the type (inputs are rounded by ggml, then laid out for these loops); sums of
-// floats in another order.
+// floats in another order, which is the same however many inputs there are.
 struct OwnDot {
     ggml_type type;
     int64_t group;        // input values that are laid out together; a row's last group may be shorter
     size_t group_bytes;   // of them, laid out: a multiple of 64
     // `values` values that ggml rounded (a multiple of its block, one group at most) into `out`, 64 bytes aligned.
     void (*lay_out)(const uint8_t * rounded, int64_t values, uint8_t * out);
-    // `ahead`: bytes from `weights` to those that will be read next but one; asked for on the way.
-    float (*dot)(int64_t values, const uint8_t * weights, const uint8_t * input, size_t ahead);
+    // out[i] = the product with inputs[i], for `rows` of them, 1 to kDotRows. `ahead`: bytes from `weights` to those that
+    // will be read next but one, asked for on the way; 0 for none.
+    void (*dots)(int64_t values, const uint8_t * weights, const uint8_t * const * inputs, int rows, size_t ahead, float * out);
 };
 
 // The product for weights of `type`, or null where this processor or the type has none.

@@ -136,17 +136,20 @@ static void fetch_ahead(const ExpertMatrix & m, int expert, int64_t n) {
     for (size_t at = 0; at < m.row_bytes; at += 64) __builtin_prefetch(row + at);
 }
 
-static float product(const ExpertMatrix & m, int expert, int64_t n, const uint8_t * input) {
+// out[i] = weight row `n` of `expert` times inputs[i], for `rows` of them: kDotRows at most. `again`: the row has been read
+// just now, for other inputs.
+static void products(const ExpertMatrix & m, int expert, int64_t n, const uint8_t * const * inputs, int rows, bool again,
+                     float * out) {
     const uint8_t * row = m.base + expert * m.stride + n * m.row_bytes;
-    float value;
     if (m.own) {
-        value = m.own->dot(m.k, row, input, kAhead * m.row_bytes);
+        m.own->dots(m.k, row, inputs, rows, again ? 0 : kAhead * m.row_bytes, out);
     } else {
-        m.dot(static_cast<int>(m.k), &value, 0, row, 0, input, 0, 1);
+        for (int i = 0; i < rows; i++) m.dot(static_cast<int>(m.k), out + i, 0, row, 0, inputs[i], 0, 1);
     }
-    if (m.scale) value *= m.scale[expert];
-    if (m.bias) value += m.bias[expert * m.n + n];
-    return value;
+    for (int i = 0; i < rows; i++) {
+        if (m.scale) out[i] *= m.scale[expert];
+        if (m.bias) out[i] += m.bias[expert * m.n + n];
+    }
 }
 
 void ExpertWorker::check(const ExpertJob & job) const {
@@ -246,11 +249,19 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
         for (int64_t n = from; n < to; n++) {
             if (l.has_gate) fetch_ahead(l.gate, e, n);
             fetch_ahead(l.up, e, n);
-            for (int j = start[i]; j < start[i + 1]; j++) {
-                const int64_t row = rows_of[j] / job.k;
-                float g = l.has_gate ? product(l.gate, e, n, input_a_.data() + row * l.gate.input_bytes) : 0.0f;
-                float u = product(l.up, e, n, input_up + row * l.up.input_bytes);
-                (i < first_down ? job.hidden : hidden_.data())[j * f + n] = activate(l.act, l.has_gate, g, u);
+            for (int j = start[i]; j < start[i + 1]; j += kDotRows) {
+                const int rows = std::min(kDotRows, start[i + 1] - j);
+                const uint8_t *to_gate[kDotRows], *to_up[kDotRows];
+                float g[kDotRows] = {}, u[kDotRows];
+                for (int r = 0; r < rows; r++) {
+                    const int64_t row = rows_of[j + r] / job.k;
+                    to_gate[r] = input_a_.data() + row * first.input_bytes;
+                    to_up[r] = input_up + row * l.up.input_bytes;
+                }
+                if (l.has_gate) products(l.gate, e, n, to_gate, rows, j > start[i], g);
+                products(l.up, e, n, to_up, rows, j > start[i], u);
+                float * to = (i < first_down ? job.hidden : hidden_.data()) + n;
+                for (int r = 0; r < rows; r++) to[(j + r) * f] = activate(l.act, l.has_gate, g[r], u[r]);
             }
         }
         if (left_[piece].tasks.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -268,8 +279,13 @@ void ExpertWorker::part(const ExpertJob & job, const std::vector<int32_t> & expe
         for (int i = first_down; i < n_experts; i++) {
             for (int64_t n = from; n < to; n++) {
                 fetch_ahead(l.down, expert[i], n);
-                for (int j = start[i]; j < start[i + 1]; j++) {
-                    out_[j * d_out + n] = product(l.down, expert[i], n, hidden_rounded_.data() + j * l.down.input_bytes);
+                for (int j = start[i]; j < start[i + 1]; j += kDotRows) {
+                    const int rows = std::min(kDotRows, start[i + 1] - j);
+                    const uint8_t * inputs[kDotRows];
+                    float found[kDotRows];
+                    for (int r = 0; r < rows; r++) inputs[r] = hidden_rounded_.data() + (j + r) * l.down.input_bytes;
+                    products(l.down, expert[i], n, inputs, rows, j > start[i], found);
+                    for (int r = 0; r < rows; r++) out_[(j + r) * d_out + n] = found[r];
                 }
             }
         }

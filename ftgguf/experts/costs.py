@@ -39,8 +39,8 @@ class PathCosts:
         return self.rates.get(kind, GUESS)
 
     def cpu_row(self, kind: str, expert_bytes: int) -> float:
-        """Seconds of a further row at an expert on the CPU; unless it was measured, as much as the first: its kernels
-        are bound by arithmetic, not by memory."""
+        """Seconds of a further row at an expert on the CPU; unless it was measured, as much as the first, which is what
+        ggml's products come to: they unpack the weights for each row."""
         b = self.bandwidths(kind)
         return self.cpu_entry.get(kind, expert_bytes / b.cpu if b.cpu > 0 else float(expert_bytes))
 

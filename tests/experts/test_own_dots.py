@@ -64,7 +64,7 @@ def answers(kinds: tuple[str, str, str], d: int, f: int, rows: int, data: dict[s
         (("MXFP4", "Q8_0", "MXFP4"), 96, 32),
     ],
 )
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, 3, 10])
 def test_same_integers_as_ggml(kinds: tuple[str, str, str], d: int, f: int, rows: int) -> None:
     """Products differ by the order of float sums only (1e-11 of the energy; a wrong bit of a weight gives 1e-5)."""
     rng = np.random.default_rng(11)
@@ -76,6 +76,31 @@ def test_same_integers_as_ggml(kinds: tuple[str, str, str], d: int, f: int, rows
     }  # fmt: skip
     own, ggml = answers(kinds, d, f, rows, data)
     assert float(((own - ggml) ** 2).sum() / (ggml**2).sum()) < 1e-11
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "MXFP4"])
+def test_a_row_does_not_depend_on_those_beside_it(kind: str) -> None:
+    """To the bit: an expert's weights are unpacked once for up to four rows, and each is added up as if alone."""
+    rng = np.random.default_rng(3)
+    d, f, most = 512, 256, 9
+    worker = native.ExpertWorker([-1, -1])
+    kept, matrices = [], []
+    for n, k in ((f, d), (f, d), (d, f)):
+        kept.append(random_tensor(kind, (1, n, k), k**-0.5, rng).reshape(-1).view(np.uint8).copy())
+        matrices.append(native.ExpertMatrix.make(LAYOUTS[kind].id, kept[-1].ctypes.data, 0, n, k))
+    worker.add_layer(0, 1, "silu", *matrices)
+    x = rng.standard_normal((most, d)).astype(np.float32)
+
+    def computed(rows: np.ndarray) -> np.ndarray:
+        y = np.full((len(rows), d), np.nan, np.float32)
+        start = np.array([0, len(rows)], np.int32)
+        ones, first = np.ones((len(rows), 1), np.float32), np.zeros(1, np.int32)
+        worker.compute(0, x[rows], ones, first, start, np.arange(len(rows), dtype=np.int32), y)
+        return y
+
+    alone = np.concatenate([computed(np.array([i])) for i in range(most)])
+    for count in range(2, most + 1):
+        np.testing.assert_array_equal(computed(np.arange(count)), alone[:count])
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 2, 100, 135])
