@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from placement_helpers import (
     F64,
@@ -26,11 +27,12 @@ from placement_helpers import (
     roundings_that_differ,
 )  # fmt: skip
 from rounding_noise import Noise, Nudged
-from store_helpers import Decoded, load_cached, rows
+from store_helpers import CachedExecutor, Decoded, load_cached, rows
 
 from ftgguf.engine.cuda_executor import CudaExecutor, _dummy
 from ftgguf.engine.debug_executor import DebugExecutor, DebugSource
 from ftgguf.experts.residency import Stat
+from ftgguf.experts.store import CachedStore
 from ftgguf.flags.config import ContextConfig
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels.formats import Activation
@@ -63,7 +65,7 @@ class Placing:
     warm: bool = False
     part: tuple[int, int] = (0, 0)
 
-    def force(self, store: Any) -> None:
+    def force(self, store: CachedStore) -> None:
         store.force_split(*self.split, self.part)
 
     def check(self, stats: NDArray[np.int64]) -> None:
@@ -102,7 +104,7 @@ class Bench:
     """A model, how executors of it are made, and what the resident one did: one record a token, and its logits."""
 
     path: Path
-    device: Any
+    device: torch.device
     options: dict[str, Any]
     tokens: list[int]
     seen: list[Seen]
@@ -123,7 +125,7 @@ class Bench:
         return [[self.reference.experts(i, s).astype(np.float64) for i in range(len(s.y))] for s in self.seen]
 
     @classmethod
-    def of(cls, path: Path, device: Any, tokens: Sequence[int], **options: Any) -> Bench:
+    def of(cls, path: Path, device: torch.device, tokens: Sequence[int], **options: Any) -> Bench:
         made = cls(path, device, options, list(tokens), [], Decoded(*[np.zeros(0)] * 3), b"")  # type: ignore[arg-type]
         executor = load_cached(path, device, None, decode_rows=1, **options)
         recorded = Recorded(executor)
@@ -139,10 +141,10 @@ class Bench:
         return made
 
     @contextmanager
-    def placed(self, placing: Placing) -> Iterator[CudaExecutor]:
+    def placed(self, placing: Placing) -> Iterator[CachedExecutor]:
         """An executor with this placement; not warmed up yet. Checks where experts were, and closes it."""
         executor = load_cached(self.path, self.device, placing.slots, decode_rows=1, warm=placing.warm, **self.options)
-        store: Any = executor.store
+        store = executor.store
         placing.force(store)
         try:
             yield executor
@@ -209,7 +211,7 @@ class Reference:
             DebugOps.top_k = own  # type: ignore[method-assign]
 
 
-def layers_under(bench: Bench, executor: CudaExecutor, steps: slice = slice(None)) -> Layers:
+def layers_under(bench: Bench, executor: CachedExecutor, steps: slice = slice(None)) -> Layers:
     """Every layer of `executor` on the inputs of the resident run's `steps`, against that run's outputs."""
     found, store = Layers(), executor.store
     forced, cpu = ForcedLayers(executor), CpuHidden(store)
@@ -242,12 +244,13 @@ def layers_under(bench: Bench, executor: CudaExecutor, steps: slice = slice(None
 
 def hidden_of(s: Seen, layer: int, cpu: CpuHidden) -> F32:
     """All pairs' intermediate rows: the device's where the second product ran there, else the CPU's."""
-    rows_, away = s.hidden[layer].copy(), np.flatnonzero(s.slots[layer] < 0)
+    rows_: F32 = s.hidden[layer].copy()
+    away = np.flatnonzero(s.slots[layer] < 0)
     rows_[away] = cpu.rows(layer, s.x[layer], s.ids[layer][away])
     return rows_
 
 
-def _moved(mine: F32, theirs: F32, kind: Activation, device: Any) -> tuple[int, NDArray[np.float64]]:
+def _moved(mine: F32, theirs: F32, kind: Activation, device: torch.device) -> tuple[int, NDArray[np.float64]]:
     """How many values are rounded otherwise, and by how much each row changes after rounding."""
     a, b = (rounded(v, kind, device).astype(np.float64) for v in (mine, theirs))
     moved = a - b
@@ -281,7 +284,7 @@ class Step:
     logits: float
 
 
-def steps_under(bench: Bench, executor: CudaExecutor) -> list[Step]:
+def steps_under(bench: Bench, executor: CachedExecutor) -> list[Step]:
     """Each token as a first decode step after the same prefill, routed as the resident run was."""
     recorded = Recorded(executor)
     ready(executor)

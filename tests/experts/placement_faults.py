@@ -15,51 +15,57 @@ import torch
 from numpy.typing import NDArray
 from placement_checks import Bench, assert_layers_same, layers_under
 from placement_helpers import CpuHidden, ForcedLayers
-from store_helpers import load_cached
+from store_helpers import CachedExecutor, load_cached
 
-from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.cuda_experts import Placement as Placed
-from ftgguf.experts import store as store_module
+from ftgguf.experts.bank import Resident
+from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.norm import norm
 from ftgguf.nouns import F32
 
 
-def break_slots(executor: CudaExecutor) -> None:
+def break_slots(executor: CachedExecutor) -> None:
     """Every slot's address is its neighbour's: wrong experts."""
-    store: Any = executor.store
+    store = executor.store
     n = len(store.arena.addresses())
     store.addresses[:n] = torch.roll(store.addresses[:n], 1)
 
 
-def break_fills(executor: CudaExecutor) -> None:
+def break_fills(executor: CachedExecutor) -> None:
     """Slots keep what they had: stale experts."""
-    store: Any = executor.store
+    store = executor.store
     place = store.place
 
     def stale(*args: Any) -> Placed:
-        real = store_module.kernels.fill
-        store_module.kernels.fill = lambda *a, **k: None  # type: ignore[assignment]
+        real = kernels.fill
+        kernels.fill = lambda *a, **k: None  # type: ignore[assignment]
         try:
             placed: Placed = place(*args)
             return placed
         finally:
-            store_module.kernels.fill = real
+            kernels.fill = real
 
-    store.place = stale
+    store.place = stale  # type: ignore[method-assign, assignment]
 
 
-def _share(factor: float) -> Callable[[CudaExecutor], None]:
-    def change(executor: CudaExecutor) -> None:
-        store: Any = executor.store
+def _share(factor: float) -> Callable[[CachedExecutor], None]:
+    def change(executor: CachedExecutor) -> None:
+        store = executor.store
         collect = store.collect
-        store.collect = lambda layer, placed: collect(layer, placed).mul_(factor)
+
+        def scaled(layer: int, placement: Placed) -> torch.Tensor | None:
+            share = collect(layer, placement)
+            assert share is not None
+            return share.mul_(factor)
+
+        store.collect = scaled  # type: ignore[method-assign]
 
     return change
 
 
-def break_rank(executor: CudaExecutor) -> None:
+def break_rank(executor: CachedExecutor) -> None:
     """The last rank, the one with the least weight, is nowhere."""
-    store: Any = executor.store
+    store = executor.store
     place = store.place
 
     def lost(*args: Any) -> Placed:
@@ -68,17 +74,18 @@ def break_rank(executor: CudaExecutor) -> None:
         slots[:, -1] = -1
         return replace(placed, slots=slots, down=None if placed.down is None else slots)
 
-    store.place = lost
+    store.place = lost  # type: ignore[method-assign, assignment]
 
 
-def break_bank(executor: CudaExecutor) -> None:
+def break_bank(executor: CachedExecutor) -> None:
     """The host's experts have changed places."""
-    store: Any = executor.store
+    store = executor.store
     for resident in store.bank.layers.values():
+        assert isinstance(resident, Resident)
         resident.view[:] = np.roll(resident.view, 1, axis=0)
 
 
-BROKEN: dict[str, tuple[str, Callable[[CudaExecutor], None]]] = {
+BROKEN: dict[str, tuple[str, Callable[[CachedExecutor], None]]] = {
     "wrong slot": ("hit", break_slots),
     "stale slot": ("filled", break_fills),
     "an expert lost": ("hit", break_rank),
@@ -91,7 +98,7 @@ FAULT = 1e-9
 """A fault moves every layer's output by more than this (NMSE), a thousand times the bound; and some layer's by 1e-3."""
 
 
-def assert_fault_shows(bench: Bench, executor: CudaExecutor, fault: Callable[[CudaExecutor], None]) -> None:
+def assert_fault_shows(bench: Bench, executor: CachedExecutor, fault: Callable[[CachedExecutor], None]) -> None:
     """One good step, then the fault: the next step's layers are wrong."""
     assert_layers_same(layers_under(bench, executor, slice(0, 1)))
     fault(executor)
@@ -102,15 +109,15 @@ def assert_fault_shows(bench: Bench, executor: CudaExecutor, fault: Callable[[Cu
     assert not found.raw <= 1e-3
 
 
-def jitter(executor: CudaExecutor, by: float) -> None:
+def jitter(executor: CachedExecutor, by: float) -> None:
     """Stretch the CPU's share by a little, as if its sums were rounded far worse: more ties are passed."""
     _share(1.0 + by)(executor)
 
 
-def nearest_ties(executor: CudaExecutor, tried: int, wanted: int) -> list[tuple[F32, NDArray[np.int32]]]:
+def nearest_ties(executor: CachedExecutor, tried: int, wanted: int) -> list[tuple[F32, NDArray[np.int32]]]:
     """Of `tried` random inputs a layer, the `wanted` whose experts' intermediate values come closest to a rounding tie,
     by the CPU's rows: (h [layers, n_embd], ids [layers, k]) for as many steps. For types that round to Q8_0."""
-    store: Any = executor.store
+    store = executor.store
     cpu, rng = CpuHidden(store), np.random.default_rng(7)
 
     def nearest(layer: int, x: F32, ids: list[NDArray[np.int32]], count: int) -> list[int]:

@@ -20,8 +20,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from store_helpers import Tap, hooked
 
-from ftgguf import _ggml_cpu as native
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 from ftgguf.engine.cuda_executor import CudaExecutor
+from ftgguf.experts.store import CachedStore
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels.activations import Activations, Planes
 from ftgguf.kernels.formats import Activation
@@ -208,7 +209,7 @@ class CpuHidden:
     """The rows between the CPU's two products: a worker of its own with the same gate and up, and the identity as down
     (float32, so that nothing is rounded and every sum has one term)."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: CachedStore) -> None:
         self.worker = native.ExpertWorker([-1])
         self.width = store.order[0].weights.down.k
         self.eye = np.eye(self.width, dtype=np.float32)
@@ -231,7 +232,7 @@ class CpuHidden:
         return out
 
 
-def rounded(hidden: F32, kind: Activation, device: Any) -> F32:
+def rounded(hidden: F32, kind: Activation, device: torch.device) -> F32:
     """`hidden` [rows, n] as the next product sees it."""
     rows: F32 = Activations(torch.from_numpy(np.ascontiguousarray(hidden)).to(device)).rounded(kind).cpu().numpy()
     return rows

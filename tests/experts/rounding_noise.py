@@ -19,7 +19,7 @@ import numpy as np
 from store_helpers import rows
 
 from compat.synth import make
-from ftgguf import _ggml_cpu as native
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout
@@ -69,8 +69,8 @@ class Nudged:
         self.file = os.open(self.copy, os.O_RDWR)
         self.values = np.frombuffer(os.pread(self.file, info.nbytes, self.at), np.float32)
         self.executor = on_cpu(self.copy, n_cells, kv)
-        self.routes: Any = _Routes()
-        self.executor.trace = self.routes
+        self.routes = _Routes()
+        self.executor.trace = self.routes  # type: ignore[assignment]
 
     def put(self, index: int, value: np.float32) -> None:
         os.pwrite(self.file, np.float32(value).tobytes(), self.at + 4 * index)
@@ -169,7 +169,7 @@ MODELS: dict[str, Any] = {
 def main() -> None:
     """The table of docs/measurements/placement.md: 12 layers of 32 experts, 8 a token, 40 nudges a model."""
     tokens = [int(t) for t in np.random.default_rng(0).integers(3, 300, 40)]
-    sizes = {"n_layer": 12, "n_expert": 32, "n_expert_used": 8, "n_embd": 512, "n_ff_expert": 256}
+    sizes: dict[str, Any] = {"n_layer": 12, "n_expert": 32, "n_expert_used": 8, "n_embd": 512, "n_ff_expert": 256}
     print("| weights | KV | least | median | largest | other experts |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name, types in MODELS.items():

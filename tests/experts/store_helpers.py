@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from ftgguf.models.config import read_numbers
 from ftgguf.models.registry import family
 from ftgguf.nouns import F32, Batch
 
-TINY = {
+TINY: dict[str, Any] = {
     "n_layer": 2, "n_expert": 8, "n_head": 2, "n_head_kv": 1, "head_dim": 32, "n_rot": 32, "n_embd": 64, "n_ff": 64,
     "n_ff_expert": 64,
 }  # fmt: skip
@@ -92,7 +92,7 @@ class Tap:
         self.trace, self.at = trace, 0
         self.forces.fill_(trace is not None)
 
-    def __call__(self, layer: int, ids: Any, weights: Any) -> tuple[Any, Any]:
+    def __call__(self, layer: int, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n = ids.shape[0]
         if n > self.rows:
             return ids, weights
@@ -142,9 +142,23 @@ def judge(got: Decoded, want: Decoded, same: float = 1e-6) -> str:
     return ""
 
 
+class CachedExecutor(CudaExecutor):
+    """What `load_cached` makes where there is a cache: the type of its store says so."""
+
+    store: CachedStore
+
+
+@overload
+def load_cached(path: Path, device: torch.device, slots: int, **options: Any) -> CachedExecutor: ...
+
+
+@overload
+def load_cached(path: Path, device: torch.device, slots: int | None, **options: Any) -> CudaExecutor: ...
+
+
 def load_cached(
-    path: Path, device: Any, slots: int | None, *, ring_slots: int = 4, decode_rows: int = 4, n_cells: int = 256,
-    max_rows: int = 64, kv: str = "f32", eager: bool = False, budget: int | None = None,
+    path: Path, device: torch.device, slots: int | None, *, ring_slots: int = 4, decode_rows: int = 4,
+    n_cells: int = 256, max_rows: int = 64, kv: str = "f32", eager: bool = False, budget: int | None = None,
     start_cells: int | None = None, short_rows: tuple[int, ...] = (), **options: Any,
 ) -> CudaExecutor:  # fmt: skip
     """`slots`: slots of the cache besides a ring of `ring_slots`; None: every expert resident."""
@@ -173,7 +187,8 @@ def load_cached(
     source.load(reader, lambda f: None)
     store.load(reader, lambda f: None)
     reader.close()
-    return CudaExecutor(
+    made = CudaExecutor if slots is None else CachedExecutor
+    return made(
         memory, model, store, n_cells=n_cells, max_rows=max_rows, kv=kv, decode_rows=decode_rows, max_sequences=4,
         eager=eager, start_cells=start_cells, short_rows=short_rows,
     )  # fmt: skip

@@ -18,18 +18,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the GPU path needs triton")
 
-from store_helpers import TINY, load_cached, rows  # noqa: E402
+from store_helpers import TINY, CachedExecutor, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
 from ftgguf import cli, ctl  # noqa: E402
 from ftgguf.engine import cache_controls  # noqa: E402
 from ftgguf.experts import arena  # noqa: E402
+from ftgguf.experts.store import CachedStore  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class Handler(BaseHTTPRequestHandler):
-    executor: Any = None
+    executor: CachedExecutor
 
     def do_GET(self) -> None:
         experts = cache_controls.answer(self.executor, "expert_cache_status", {})
@@ -53,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, CachedStore]]:
     path: Path = make("qwen3moe", tmp_path_factory.mktemp("ctl") / "m.gguf", types="Q8_0", **TINY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "CHUNK_BYTES", 1)
@@ -68,11 +69,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]
         Handler.executor.store.close()
 
 
-def run(server: tuple[str, Any], *args: str) -> int:
+def run(server: tuple[str, CachedStore], *args: str) -> int:
     return cli.main(["ctl", "--host", "127.0.0.1", "--port", server[0], "cache", *args])
 
 
-def test_status(server: tuple[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_status(server: tuple[str, CachedStore], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(server, "status") == 0
     text = capsys.readouterr().out
     assert "12 in" in text
@@ -86,7 +87,7 @@ def test_status(server: tuple[str, Any], capsys: pytest.CaptureFixture[str]) -> 
     assert {"bytes", "bytes_per_second"} <= experts["fill"].keys()
 
 
-def test_resize_and_rebuild(server: tuple[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_resize_and_rebuild(server: tuple[str, CachedStore], capsys: pytest.CaptureFixture[str]) -> None:
     """The ring takes 1 MiB, so with 1 MiB in all nothing is left for slots, and one more holds all 16 experts."""
     store = server[1]
     assert 2 * store.ring.half <= ctl.MIB

@@ -23,11 +23,13 @@ from compat.synth import make  # noqa: E402
 from ftgguf.engine import messages as m  # noqa: E402
 from ftgguf.engine.cache import KvCache  # noqa: E402
 from ftgguf.engine.cuda_cells import CudaCells  # noqa: E402
+from ftgguf.engine.cuda_executor import CudaExecutor  # noqa: E402
 from ftgguf.engine.device_memory import DeviceMemory  # noqa: E402
 from ftgguf.engine.elastic import Elastic  # noqa: E402
 from ftgguf.engine.request import Sequence  # noqa: E402
 from ftgguf.experts import arena, boundary  # noqa: E402
 from ftgguf.experts.residency import check  # noqa: E402
+from ftgguf.experts.store import CachedStore  # noqa: E402
 from ftgguf.kv.pages import PagePool  # noqa: E402
 from ftgguf.nouns import F32, PAGE, Batch  # noqa: E402
 
@@ -252,7 +254,7 @@ def test_what_kv_gives_up_and_another_program_takes_is_the_experts_later() -> No
 class Requests:
     """Sequences on a cache by hand: a prompt in one pass, then what the tree keeps."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: CudaExecutor) -> None:
         self.executor = executor
         self.cache = KvCache(executor)
         self.number = 0
@@ -290,8 +292,8 @@ def test_kv_takes_from_the_experts_and_gives_back(path: Path, monkeypatch: pytes
     monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
     now = [0.0]
     n_cells = 8 * PAGE
-    executor: Any = load_cached(path, DEVICE, 16, n_cells=n_cells, max_rows=4 * PAGE, start_cells=PAGE)
-    store: Any = executor.store
+    executor = load_cached(path, DEVICE, 16, n_cells=n_cells, max_rows=4 * PAGE, start_cells=PAGE)
+    store = executor.store
     executor.elastic = Elastic(executor, store, lambda: now[0])
     requests, plain = Requests(executor), Requests(load_cached(path, DEVICE, None, n_cells=n_cells, max_rows=4 * PAGE))
     rng = np.random.default_rng(1)
@@ -339,8 +341,8 @@ def test_slots_that_a_pass_borrowed_are_used_again(path: Path, monkeypatch: pyte
     the start."""
     monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
     now = [0.0]
-    executor: Any = load_cached(path, DEVICE, 12, n_cells=4 * PAGE, max_rows=2 * PAGE)
-    store: Any = executor.store
+    executor = load_cached(path, DEVICE, 12, n_cells=4 * PAGE, max_rows=2 * PAGE)
+    store = executor.store
     executor.elastic = elastic = Elastic(executor, store, lambda: now[0])
     requests, plain = Requests(executor), Requests(load_cached(path, DEVICE, None, n_cells=4 * PAGE, max_rows=2 * PAGE))
     prompt = [int(t) for t in np.random.default_rng(2).integers(3, 300, PAGE + 3)]
@@ -361,6 +363,6 @@ def test_slots_that_a_pass_borrowed_are_used_again(path: Path, monkeypatch: pyte
     store.close()
 
 
-def memory(store: Any) -> int:
+def memory(store: CachedStore) -> int:
     held = store.memory.held
     return int(held["KV"] + held["experts"] + held["prefill ring"])

@@ -5,7 +5,7 @@ swapped in the bank move the logits by 1e-2, so a wrong slot shows."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,24 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the GPU path needs triton")
 
-from store_helpers import TINY, Decoded, decoded, judge, load_cached, rows  # noqa: E402
+from store_helpers import TINY, CachedExecutor, Decoded, decoded, judge, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
+from ftgguf.engine.cuda_executor import CudaExecutor  # noqa: E402
 from ftgguf.engine.elastic import Elastic  # noqa: E402
 from ftgguf.engine.executor import ExecutorLost  # noqa: E402
 from ftgguf.experts import arena  # noqa: E402
+from ftgguf.experts import bank as banks  # noqa: E402
 from ftgguf.experts.bank import LimitedPinner  # noqa: E402
 from ftgguf.experts.control import Arm  # noqa: E402
 from ftgguf.experts.costs import PathCosts  # noqa: E402
 from ftgguf.experts.prefill import Mode  # noqa: E402
+from ftgguf.experts.prefill_pass import Pending  # noqa: E402
 from ftgguf.experts.promote import promote  # noqa: E402
 from ftgguf.experts.residency import Stat, check  # noqa: E402
 from ftgguf.experts.samples import Bandwidths, PathSample, StepSample  # noqa: E402
 from ftgguf.experts.status import cache_status  # noqa: E402
+from ftgguf.experts.store import CachedStore  # noqa: E402
 from ftgguf.nouns import F32  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -44,13 +48,13 @@ def nmse(got: F32, want: F32) -> float:
     return float(((got - want) ** 2).sum() / (want**2).sum())
 
 
-def decode(executor: Any, tokens: list[int]) -> F32:
+def decode(executor: CudaExecutor, tokens: list[int]) -> F32:
     return np.stack([executor.forward(rows([t], i, [0]))[0].copy() for i, t in enumerate(tokens)])
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_head": 2, "n_head_kv": 1, "n_ff": 256}
+    sizes: dict[str, Any] = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_head": 2, "n_head_kv": 1, "n_ff": 256}
     types = {"*ffn_down_exps.weight": "Q6_K", "*_exps.weight": "Q4_K", "*": "Q8_0"}
     return make("qwen3moe", tmp_path_factory.mktemp("store") / "m.gguf", types=types, **sizes)
 
@@ -80,11 +84,11 @@ def resident(path: Path, small: Path) -> Resident:
 
 
 @pytest.fixture
-def cached(path: Path, small: Path) -> Iterator[Any]:
+def cached(path: Path, small: Path) -> Iterator[Callable[..., CachedExecutor]]:
     """`load_cached` on the model, or the small one; closes what it made."""
     made = []
 
-    def get(slots: int, *, of_small: bool = False, **options: Any) -> Any:
+    def get(slots: int, *, of_small: bool = False, **options: Any) -> CachedExecutor:
         made.append(load_cached(small if of_small else path, DEVICE, slots, **options))
         return made[-1]
 
@@ -106,7 +110,7 @@ def cached(path: Path, small: Path) -> Iterator[Any]:
     ],
 )
 def test_decode_is_the_same_for_every_placement(
-    cached: Any, resident: Resident, slots: int, split: tuple[int, int]
+    cached: Callable[..., CachedExecutor], resident: Resident, slots: int, split: tuple[int, int]
 ) -> None:
     executor = cached(slots, warm=slots == ALL)
     store = executor.store
@@ -126,7 +130,7 @@ def test_decode_is_the_same_for_every_placement(
     check(store.state)
 
 
-def test_a_shared_expert_changes_nothing(cached: Any, resident: Resident) -> None:
+def test_a_shared_expert_changes_nothing(cached: Callable[..., CachedExecutor], resident: Resident) -> None:
     """Gate and up on the CPU, down on the GPU, against resident experts."""
     executor = cached(ALL // 4, warm=False)
     store = executor.store
@@ -137,20 +141,22 @@ def test_a_shared_expert_changes_nothing(cached: Any, resident: Resident) -> Non
     assert store.mail.trace[:, 8].max() <= 1
 
 
-def test_a_prompt_without_memory_takes_it_from_the_experts(cached: Any, resident: Resident) -> None:
+def test_a_prompt_without_memory_takes_it_from_the_experts(
+    cached: Callable[..., CachedExecutor], resident: Resident
+) -> None:
     """The pass fails half way, once: the cache gives memory back, and the answer is what it was. Where nothing is
     left to give, the request is refused and the next one goes on."""
     executor = cached(ALL // 2, of_small=True)
-    store, failed = executor.store, []
+    store, failed = executor.store, list[Pending]()
     collect = store.prefill.collect
 
-    def short_of_memory(pending: Any) -> Any:
+    def short_of_memory(pending: Pending) -> Any:
         if pending.index == LAYERS - 1 and len(failed) < fails:
             failed.append(pending)
             raise torch.OutOfMemoryError("CUDA out of memory")
         return collect(pending)
 
-    store.prefill.collect = short_of_memory
+    store.prefill.collect = short_of_memory  # type: ignore[method-assign]
     fails, budget = 1, store.budget
     got = executor.forward(rows(resident.prompt, 0, list(range(PROMPT))))
     assert nmse(got, resident.prefilled) < 1e-3
@@ -165,7 +171,7 @@ def test_a_prompt_without_memory_takes_it_from_the_experts(cached: Any, resident
     assert nmse(executor.forward(rows(resident.prompt, 0, list(range(PROMPT)))), resident.prefilled) < 1e-3
 
 
-def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
+def test_a_swapped_expert_would_show(cached: Callable[..., CachedExecutor], small: Path) -> None:
     """And the judge of the device's tests tells it from rounding, which it lets pass."""
     tokens = [17, 230]
     want = decoded(load_cached(small, DEVICE, None), tokens)
@@ -174,7 +180,9 @@ def test_a_swapped_expert_would_show(cached: Any, small: Path) -> None:
     assert judge(decoded(good, tokens), want) == ""
     assert decoded(good, tokens, replay=want).nmse(want) < SAME
     executor = cached(0, of_small=True)
-    view = executor.store.bank.layers[0].view
+    layer = executor.store.bank.layers[0]
+    assert isinstance(layer, banks.Resident)
+    view = layer.view
     view[:] = view[[1, 0, 3, 2, 5, 4, 7, 6]]
     bad = decoded(executor, tokens, replay=want)
     assert bad.nmse(want) > 1e-5
@@ -211,7 +219,7 @@ def test_the_judge_knows_a_tie() -> None:
     ],
 )
 def test_prefill_is_the_same_in_every_mode(
-    cached: Any, resident: Resident, mode: Mode | None, slots: int, ring: int, bound: float
+    cached: Callable[..., CachedExecutor], resident: Resident, mode: Mode | None, slots: int, ring: int, bound: float
 ) -> None:
     """The device's tiles keep 16 bits of the inputs and the CPU rounds them to 8, hence the bounds with the CPU.
     A decode step afterwards sees the same cells and a whole cache."""
@@ -235,15 +243,16 @@ def test_prefill_is_the_same_in_every_mode(
     assert nmse(executor.forward(rows([9], PROMPT, [0])), resident.after) < max(SAME, bound)
 
 
-def test_layers_that_are_not_pinned_run_on_the_cpu(small: Path, resident: Resident, monkeypatch: Any) -> None:
-    from ftgguf.experts import bank as banks
-
+def test_layers_that_are_not_pinned_run_on_the_cpu(
+    small: Path, resident: Resident, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(banks, "PIECE", 1)  # a piece for each layer
     probe = load_cached(small, DEVICE, 0)
+    assert isinstance(probe.store.bank, banks.Bank)
     limit = probe.store.bank._pieces[0][1]
     probe.store.close()
     executor = load_cached(small, DEVICE, ALL, pinner=LimitedPinner(limit), warm=False)
-    store: Any = executor.store
+    store = executor.store
     store.force_split(*FILL)
     assert list(store.bank.pinned.values()) == [True, False]
     assert nmse(decode(executor, resident.tokens), resident.small) < SAME
@@ -259,7 +268,7 @@ def test_layers_that_are_not_pinned_run_on_the_cpu(small: Path, resident: Reside
     store.close()
 
 
-def repeats(store: Any) -> int:
+def repeats(store: CachedStore) -> int:
     """Uses of layer 1 beyond each expert's first."""
     used = store.state.key[0, 1] > -(1 << 30)
     return int(store.statistics()[1, Stat.EXPERTS] - used.sum())
@@ -271,13 +280,11 @@ def test_experts_on_disk(
 ) -> None:
     """Host memory too small: refused with the numbers, or read from the file with the same answers, in decode on the
     CPU and from slots, and in prompts through the ring."""
-    from ftgguf.experts import bank as banks
-
     monkeypatch.setattr(banks, "available_memory", lambda: 1 << 16)
     with pytest.raises(banks.BankError, match=r"need 0\.0 GB of host memory and .* free.*--expert-disk"):
         load_cached(small, DEVICE, 4)
     executor = load_cached(small, DEVICE, 4, disk=True, decode_rows=1, warm=mode is Mode.STREAM)
-    store: Any = executor.store
+    store = executor.store
     status = cache_status(store)
     assert status["fallbacks"]["experts_on_disk"] == LAYERS
     assert "they stay in the mapped file" in status["bank"]["line"]
@@ -294,7 +301,7 @@ def test_experts_on_disk(
 
 @pytest.mark.parametrize("chunk", [1, pytest.param(64 << 20, marks=pytest.mark.slow)])
 def test_a_resize_keeps_the_best_experts_and_the_answer(
-    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, chunk: int
+    cached: Callable[..., CachedExecutor], resident: Resident, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """With a chunk for each slot, and with one for all: memory goes back chunk by chunk."""
     monkeypatch.setattr(arena, "CHUNK_BYTES", chunk)
@@ -320,7 +327,7 @@ def test_a_resize_keeps_the_best_experts_and_the_answer(
 
 @pytest.mark.parametrize("slots", [6, pytest.param(5, id="5, the last chunk is cut short")])
 def test_growth_that_the_device_refuses_changes_nothing(
-    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, slots: int
+    cached: Callable[..., CachedExecutor], resident: Resident, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
     """Chunks of two slots; the device is full at the n-th new chunk, for each n, for that one alone or from then on.
     Bits are those of the passes before: every miss is filled, so all products are the same kernels' over the same
@@ -379,7 +386,7 @@ def test_growth_that_the_device_refuses_changes_nothing(
 
 
 def test_the_end_of_a_chunk_that_a_smaller_plan_left_is_there_for_a_larger_one(
-    cached: Any, monkeypatch: pytest.MonkeyPatch
+    cached: Callable[..., CachedExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else is free: to half a chunk and back, and not further."""
     monkeypatch.setattr(arena, "CHUNK_BYTES", 1)
@@ -394,7 +401,7 @@ def test_the_end_of_a_chunk_that_a_smaller_plan_left_is_there_for_a_larger_one(
     assert (store.memory.left, store.budget) == (0, whole)
 
 
-def test_a_stuck_cpu_ends_the_pass_with_an_error(cached: Any, resident: Resident) -> None:
+def test_a_stuck_cpu_ends_the_pass_with_an_error(cached: Callable[..., CachedExecutor], resident: Resident) -> None:
     executor = cached(0, timeout=0.3)
     executor.store.mail.doorbell.stall(1.0)
     with pytest.raises(ExecutorLost, match="did not finish request"):
@@ -402,7 +409,7 @@ def test_a_stuck_cpu_ends_the_pass_with_an_error(cached: Any, resident: Resident
 
 
 @pytest.mark.slow
-def test_keys_are_rebased_at_a_safe_point(cached: Any, resident: Resident) -> None:
+def test_keys_are_rebased_at_a_safe_point(cached: Callable[..., CachedExecutor], resident: Resident) -> None:
     executor = cached(4)
     store = executor.store
     decode(executor, resident.tokens)
@@ -414,7 +421,7 @@ def test_keys_are_rebased_at_a_safe_point(cached: Any, resident: Resident) -> No
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_room_is_made_until_nothing_is_left(
-    cached: Any, resident: Resident, monkeypatch: pytest.MonkeyPatch, elastic: bool
+    cached: Callable[..., CachedExecutor], resident: Resident, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:
     """Chunks of three slots and a cache of eight: after the first time a chunk is longer than its plan. The ring stays,
     the numbers of the boundary are the store's, and all misses are the CPU's at the end."""
@@ -423,13 +430,12 @@ def test_room_is_made_until_nothing_is_left(
     monkeypatch.setattr(arena, "CHUNK_BYTES", 3 * size)
     executor = cached(8, of_small=True)
     store = executor.store
-    if elastic:
-        executor.elastic = Elastic(executor, store)
+    executor.elastic = moving = Elastic(executor, store) if elastic else None
     sizes = []
     while executor._make_room(1):
         sizes.append((store.arena.bytes // size, (store.budget - 2 * store.ring.half) // size))
-        if elastic:
-            b = executor.elastic.boundary.budget
+        if moving is not None:
+            b = moving.boundary.budget
             assert (b.experts, b.total) == (store.budget, b.kv + store.budget)
     assert sizes == [(3, 2), (0, 0)]
     assert store.memory.held["experts"] == 0
@@ -437,14 +443,18 @@ def test_room_is_made_until_nothing_is_left(
     assert store.statistics()[:, Stat.CPU].sum() == store.statistics()[:, Stat.EXPERTS].sum() > 0
 
 
-def test_a_steps_sample_has_the_arm_that_it_ran_with(cached: Any, resident: Resident) -> None:
+def test_a_steps_sample_has_the_arm_that_it_ran_with(cached: Callable[..., CachedExecutor], resident: Resident) -> None:
     """The learning is a step late and the split another one: what is recorded names the arm on the device. The first
     step's sums have the warm-up's work in them and are left out."""
     executor = cached(4, of_small=True)
-    store, seen = executor.store, []
+    store, seen = executor.store, list[Arm | None]()
     sample = StepSample(1e-3, 1e-4, 1, {kind: PathSample(0, 0.0, 0, 0.0) for kind in store.kinds})
-    store.meter.read = lambda seconds, rows: sample
-    store.controller.record = lambda taken, arm: seen.append(arm)
+    store.meter.read = lambda seconds, rows: sample  # type: ignore[method-assign]
+
+    def record(taken: StepSample, arm: Arm | None) -> None:
+        seen.append(arm)
+
+    store.controller.record = record  # type: ignore[method-assign, assignment]
     for i, token in enumerate((8, 17)):
         executor.forward(rows([token], i, [0]))
     store.controller.arm = Arm.CPU  # as `record` would have found

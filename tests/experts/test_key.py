@@ -59,7 +59,8 @@ def test_rebase_keeps_the_order(p: key.KeyPolicy) -> None:
         for layer in range(layers):
             lanes = rng.integers(0, 30, 4)
             lanes = np.unique(lanes)
-            keys[0, layer, lanes], keys[1, layer, lanes] = key.touch(p, *keys[:, layer, lanes], t, layer, layers)
+            fast, slow = keys[:, layer, lanes]
+            keys[0, layer, lanes], keys[1, layer, lanes] = key.touch(p, fast, slow, t, layer, layers)
     owner = np.repeat(np.arange(layers), 32).reshape(layers, 32)
     before = key.score(p, keys[0], keys[1], owner, clock, 2, layers)[:, :30]
     new = key.rebase(p, keys, clock, layers)

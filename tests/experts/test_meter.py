@@ -1,6 +1,8 @@
 """What a step measured, against sums formed by hand; the lines fitted to jobs, against the line that made them; the
 split that follows, against brute force on a machine with fixed costs."""
 
+# mypy: disable-error-code="comparison-overlap"
+# (of a float and what `pytest.approx` gives)
 from __future__ import annotations
 
 import numpy as np

@@ -24,6 +24,7 @@ from placement_checks import (  # noqa: E402
     PASS,
     SAME,
     Bench,
+    Placing,
     Text,
     along,
     assert_chain,
@@ -48,7 +49,7 @@ NARROW = {
     "n_ff": 64, "n_ff_expert": 64,
 }  # fmt: skip
 WIDE = NARROW | {"n_embd": 256, "n_ff_expert": 256}
-TYPES: dict[str, tuple[Any, dict[str, int]]] = {
+TYPES: dict[str, tuple[Any, dict[str, Any]]] = {
     "F32": ("F32", NARROW | {"n_layer": 2}),
     "F16": ("F16", NARROW | {"n_layer": 2}),
     "Q8_0": ("Q8_0", NARROW | {"n_layer": 2}),
@@ -78,12 +79,12 @@ def benches(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Bench]:
     return get
 
 
-def placed(bench: Bench) -> dict[str, Any]:
+def placed(bench: Bench) -> dict[str, Placing]:
     return placings(len(bench.seen[0].y), EXPERTS, K)
 
 
 @pytest.mark.parametrize("kind", [k if k != "IQ4_XS" else pytest.param(k, marks=pytest.mark.slow) for k in TYPES])
-def test_a_layer_is_the_same_for_every_placement(benches: Any, kind: str) -> None:
+def test_a_layer_is_the_same_for_every_placement(benches: Callable[..., Bench], kind: str) -> None:
     """Each layer on the resident run's input. Where experts run on the device, nothing differs at all."""
     bench = benches(kind, {"F32": 3, "F16": 3, "Q8_0": 2}.get(kind, 1))
     for name, placing in placed(bench).items():
@@ -95,7 +96,7 @@ def test_a_layer_is_the_same_for_every_placement(benches: Any, kind: str) -> Non
             assert found.raw == 0
 
 
-def test_a_rounding_tie_is_the_whole_difference(benches: Any) -> None:
+def test_a_rounding_tie_is_the_whole_difference(benches: Callable[..., Bench]) -> None:
     """Inputs chosen so that an intermediate value lies at a tie: the CPU rounds some to the other side, which moves
     the layer by up to 1e-5 here, and by exactly what the other rounding brings."""
     bench = benches("Q8_0", 2)
@@ -109,14 +110,14 @@ def test_a_rounding_tie_is_the_whole_difference(benches: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_fault_shows(benches: Any, fault: str) -> None:
+def test_a_fault_shows(benches: Callable[..., Bench], fault: str) -> None:
     bench = benches("Q8_0", 2)
     name, break_it = BROKEN[fault]
     with bench.placed(placed(bench)[name]) as executor:
         assert_fault_shows(bench, executor, break_it)
 
 
-def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None:
+def test_steps_part_at_a_rounding_tie_only(benches: Callable[..., Bench], tmp_path: Path) -> None:
     """Decode steps after the same prefill. Nothing passes a tie here by itself; with the CPU's sums worse by a
     thousand times something does, and the logits then are as far off as one tie on the CPU executor brings."""
     bench = benches("Q8_0", 2)
@@ -141,7 +142,9 @@ def test_steps_part_at_a_rounding_tie_only(benches: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("kind", "bound"), [("F32", 1e-10), ("F16", SAME)])
-def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(benches: Any, kind: str, bound: float) -> None:
+def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(
+    benches: Callable[..., Bench], kind: str, bound: float
+) -> None:
     """Each run on its own KV, routed as the resident run was; and as far from the float reference as that."""
     bench = benches(kind, 3)
     want = bench.reference.logits(bench.tokens, bench.decoded.ids)
@@ -165,7 +168,7 @@ def test_the_text_is_the_same(stories_moe: Callable[..., Path], tmp_path: Path, 
     for name in names:
         placing = placings(5, 8, 2)[name]
         executor = load_cached(path, DEVICE, placing.slots, decode_rows=1, warm=placing.warm)
-        store: Any = executor.store
+        store = executor.store
         placing.force(store)
         assert_says_the_same(along(executor, text.tokens[:tokens]), text.logits[:tokens], text.noise)
         placing.check(store.statistics().sum(0))

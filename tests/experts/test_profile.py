@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_round_trip_and_merge(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("cpu", "EPYC"), ("threads", 8), ("ggml", "1.0"), ("kernels", 99)])
-def test_other_machine_is_ignored(tmp_path: Path, field: str, value: object) -> None:
+def test_other_machine_is_ignored(tmp_path: Path, field: str, value: Any) -> None:
     """Any difference in the key: no profile, and the reason names the field and both values."""
     store(tmp_path, PROFILE)
     got = load(tmp_path, replace(KEY, **{field: value}))

@@ -87,8 +87,8 @@ def test_against_the_literal_model(slots: int, rows: int, seed: int, lru: bool, 
             for i, e in enumerate(cpu):
                 rows_of = got.cpu_rows[got.cpu_start[i] : got.cpu_start[i + 1]]
                 assert rows_of.tolist() == np.flatnonzero(flat == e).tolist()
-            for e, slot in zip(flat, got.place.reshape(-1), strict=True):
-                want = (layer, int(e)) if e >= 0 and e not in cpu else None
+            for entry, slot in zip(flat, got.place.reshape(-1), strict=True):
+                want = (layer, int(entry)) if entry >= 0 and entry not in cpu else None
                 assert (model.slots[slot] if slot >= 0 else None) == want
         residency.check(state)
 

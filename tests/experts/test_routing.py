@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +17,9 @@ pytest.importorskip("triton", reason="the GPU path needs triton")
 from store_helpers import TINY, load_cached, rows  # noqa: E402
 
 from compat.synth import make  # noqa: E402
-from ftgguf import _ggml_cpu as native  # noqa: E402
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]  # noqa: E402
 from ftgguf.bench.replay import load_trace  # noqa: E402
+from ftgguf.engine.cuda_executor import CudaExecutor  # noqa: E402
 from ftgguf.engine.ggml_executor import GgmlExecutor  # noqa: E402
 from ftgguf.engine.ggml_weights import GgmlSource  # noqa: E402
 from ftgguf.engine.layout import Layout  # noqa: E402
@@ -40,16 +40,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make("qwen3moe", tmp_path_factory.mktemp("routing") / "m.gguf", types="Q8_0", **TINY)
 
 
-def record(executor: Any, file: Path) -> RoutingRecorder:
+def record(executor: CudaExecutor, file: Path) -> RoutingRecorder:
     trace = RoutingTrace(file, LAYERS, K, EXPERTS)
-    executor.store.hook = RoutingRecorder(trace, sorted(executor.store.specs), 4, DEVICE)
-    return executor.store.hook
+    executor.store.hook = hook = RoutingRecorder(trace, sorted(executor.store.specs), 4, DEVICE)
+    return hook
 
 
 def test_decode_is_recorded_and_a_prompt_begins_a_session(path: Path, tmp_path: Path) -> None:
     """The routed experts of the file are those that the cache counted."""
     executor = load_cached(path, DEVICE, 4)
-    store: Any = executor.store
+    store = executor.store
     hook = record(executor, tmp_path / "t.npz")
     for i in range(3):
         executor.forward(rows([40 + i], i, [0]))
@@ -121,7 +121,7 @@ def test_what_cannot_be_recorded_is_refused(path: Path, tmp_path: Path) -> None:
 def test_a_replayed_trace_decides_what_is_used(path: Path, tmp_path: Path) -> None:
     """Tokens alternate between two sets of experts: after the first of each the cache of 8 slots has them all."""
     executor = load_cached(path, DEVICE, 8, warm=False)
-    store: Any = executor.store
+    store = executor.store
     ids = np.array([[[0, 1], [2, 3]], [[6, 7], [4, 5]]], np.uint8)
     store.force_split(65536, 1)
     store.hook = RoutingReplay(ids, sorted(store.specs), 4, EXPERTS, DEVICE)

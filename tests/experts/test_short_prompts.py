@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the GPU path needs triton")
 
-from store_helpers import TINY, load_cached, rows  # noqa: E402
+from store_helpers import TINY, CachedExecutor, load_cached, rows  # noqa: E402
 
 from compat.routes import decided_routes  # noqa: E402
 from compat.synth import make  # noqa: E402
@@ -52,7 +52,7 @@ def resident(path: Path) -> tuple[F32, F32]:
     return prompt, executor.forward(rows([7], len(TOKENS), [0])).copy()
 
 
-def cached(path: Path, slots: int, **options: Any) -> Any:
+def cached(path: Path, slots: int, **options: Any) -> CachedExecutor:
     on_gpu = DEVICE.type == "cuda"
     if on_gpu:
         options["pinner"] = cuda_pinner(DEVICE)

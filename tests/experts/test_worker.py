@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from compat.blocks import LAYOUTS, random_tensor
-from ftgguf import _ggml_cpu as native
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 from ftgguf.gguf.types import TensorType
 from ftgguf.layers.params import Experts, Linear
 from ftgguf.ops.ggml import GgmlOps, GgmlWeight, Inputs
@@ -90,7 +90,8 @@ def graph(made: Made, x: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> np
     tx = g.input("x", 0, [x.shape[1], len(x)])
     ti = g.input("ids", int(TensorType.I32), [ids.shape[1], len(x)])
     tw = g.input("w", 0, [ids.shape[1], len(x)])
-    ops = GgmlOps(g, Inputs(token=None, position=None, cell=None, outputs=None, masks={}), None, 0, len(x), 0, None)
+    inputs = Inputs(token=None, position=None, cell=None, outputs=None, masks={})
+    ops = GgmlOps(g, inputs, None, 0, len(x), 0, None)  # type: ignore[arg-type]
     out = ops.experts(tx, ti, tw, made.params)
     g.output(out)
     g.place()

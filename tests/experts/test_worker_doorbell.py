@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ftgguf import _ggml_cpu as native
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
 
 D, F, EXPERTS, ROWS, K = 64, 96, 4, 3, 2
 

@@ -141,6 +141,8 @@ def child(options: argparse.Namespace) -> None:
     from offload_speed import Host
     from speed import Bench, chunk, load, rows
 
+    from ftgguf.experts.store import CachedStore
+
     how = argparse.Namespace(
         context=options.context, ubatch=options.ubatch, parallel=1, eager=False, vram_budget=options.child or None,
         threads=options.threads,
@@ -149,7 +151,8 @@ def child(options: argparse.Namespace) -> None:
     for note in details["notes"]:
         print(note)
     print(f"loaded in {seconds['load_s']:.1f} s, warm-up {seconds['warm_up_s']:.1f} s", flush=True)
-    bench, store, result = Bench(executor, options.ubatch), executor.store, {}
+    bench, result = Bench(executor, options.ubatch), dict[str, Any]()
+    store = executor.store if isinstance(executor.store, CachedStore) else None
     table = bench.table(0, executor.n_cells)
 
     def decode(at: int, steps: int) -> float:
@@ -158,13 +161,12 @@ def child(options: argparse.Namespace) -> None:
             executor.forward(rows(bench.tokens(1), [i], [table], True))
         return steps / (time.perf_counter() - started)
 
-    cached = hasattr(store, "controller")
     if "decode" in options.parts:
         decode(0, 160)
-        before = store.statistics().sum(0) if cached else None
+        before = store.statistics().sum(0) if store is not None else None
         result["tg"] = [decode(160 + i * options.steps, options.steps) for i in range(3)]
         print(f"decode {statistics.median(result['tg']):.1f} tok/s {[round(v, 1) for v in result['tg']]}", flush=True)
-        if cached:
+        if store is not None:
             count = store.statistics().sum(0) - before
             result["hit_rate"] = float(count[3] / count[2])
             per = count / count[0]
@@ -191,6 +193,7 @@ def child(options: argparse.Namespace) -> None:
             store._write_split()
     if options.parts != "decode" and executor.cells.n_cells < 8192 + 2048:
         started = time.perf_counter()
+        assert store is not None, "the KV is grown at the experts' expense"
         more = (8192 + 2048 - executor.cells.n_cells) * executor.cells.cell_bytes
         store.resize(store.budget - -(-more // store.arena.chunk) * store.arena.chunk)
         executor.resize_cells(8192 + 2048)
@@ -215,7 +218,7 @@ def child(options: argparse.Namespace) -> None:
                 took.append(time.perf_counter() - started)
             result[f"turn{n}"] = took
             print(f"{n} new tokens on 8448: {[round(v, 3) for v in took]} s", flush=True)
-    if cached and "turns" in options.parts:
+    if store is not None and "turns" in options.parts:
         print(json.dumps(store.prefill.times.status()))
         free = torch.cuda.mem_get_info()[0]
         started = time.perf_counter()
@@ -223,7 +226,7 @@ def child(options: argparse.Namespace) -> None:
         result["resize"] = time.perf_counter() - started
         freed = (torch.cuda.mem_get_info()[0] - free) >> 20
         print(f"resize by -2048 MiB: {result['resize']:.2f} s, {freed} MiB back; decode {decode(8448, 64):.1f} tok/s")
-    if cached:
+    if store is not None:
         store.close()
     print(json.dumps(result))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experts"))
-from store_helpers import load_cached
+from store_helpers import CachedExecutor, load_cached
 
 from ftgguf.bench.replay import load_trace
 from ftgguf.engine.cuda_compile import Helpers, Job
+from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.survey import survey
 from ftgguf.experts.cpu_worker import cpu_threads
 from ftgguf.experts.measure import Probe, costs_of, probe
 from ftgguf.experts.pinning import cuda_pinner
 from ftgguf.experts.routing import RoutingReplay
 from ftgguf.experts.status import start_line
+from ftgguf.experts.store import CachedStore
 from ftgguf.flags.config import ContextConfig
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.kernels import fill as kernels
@@ -39,14 +41,16 @@ from ftgguf.nouns import Batch
 DEVICE = torch.device("cuda", 0)
 
 
-def rows(tokens: Any, start: int, outputs: list[int]) -> Batch:
+def rows(tokens: Sequence[int] | np.ndarray, start: int, outputs: list[int]) -> Batch:
     n = len(tokens)
     at = np.arange(start, start + n, dtype=np.int32)
     table = np.arange(start + n, dtype=np.int32)
     return Batch(np.asarray(tokens, np.int32), at, np.zeros(n, np.int32), at, (table,), np.array(outputs, np.int32))
 
 
-def decode(executor: Any, steps: int, start: int, rng: np.random.Generator, after: Callable[[], None]) -> float:
+def decode(
+    executor: CudaExecutor, steps: int, start: int, rng: np.random.Generator, after: Callable[[], None]
+) -> float:
     """tok/s; `after` is called after each step, outside of the time."""
     tokens = rng.integers(3, executor.n_vocab, steps)
     took = 0.0
@@ -61,7 +65,7 @@ def decode(executor: Any, steps: int, start: int, rng: np.random.Generator, afte
 class Layers:
     """Every layer of every step by its number of misses: how long its fills, its CPU experts and the wait took."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: CachedStore) -> None:
         self.store = store
         self.lines: list[np.ndarray] = []
         self.before = self._served()
@@ -100,7 +104,7 @@ class Layers:
 class Host:
     """What the host does in a decode step, in us: until the graph is launched, the launch, the wait, and after it."""
 
-    def __init__(self, executor: Any) -> None:
+    def __init__(self, executor: CudaExecutor) -> None:
         self.marks: list[list[float]] = []
         self.now: list[float] = []
         store, graph = executor.store, executor.graphs.decode[1]
@@ -131,11 +135,13 @@ class Host:
                 mark()
 
         executor.graphs.decode[1] = Graph()
-        store.start, store.finish, executor._wait = started, finished, waited
-        self.undo = lambda: (
-            setattr(store, "start", start), setattr(store, "finish", finish), setattr(executor, "_wait", wait),
-            executor.graphs.decode.__setitem__(1, graph),
-        )  # fmt: skip
+
+        def undo() -> None:
+            store.start, store.finish, executor._wait = start, finish, wait  # type: ignore[method-assign]
+            executor.graphs.decode[1] = graph
+
+        store.start, store.finish, executor._wait = started, finished, waited  # type: ignore[method-assign, assignment]
+        self.undo = undo
 
     def show(self) -> None:
         parts = np.diff(np.array([m for m in self.marks if len(m) == 6]), axis=1) * 1e6
@@ -151,7 +157,7 @@ def line(counts: list[int], seconds: list[float]) -> str:
     return f"{each} us; {1e6 * a:.0f} us + {1e6 * b:.1f} an expert"
 
 
-def paths(store: Any) -> None:
+def paths(store: CachedStore) -> None:
     """Both paths by number of experts in a call: the CPU's job, and the gather (of eight in a row, with launches)."""
     p, counts = Probe(store, 0.1), [1, 2, 4, 8]
     layers = list(range(store.state.layers))
@@ -166,7 +172,7 @@ def paths(store: Any) -> None:
     print(f"  CPU job   {line(counts, cpu)}\n  gather    {line(counts, link)}")
 
 
-def small_kernels(store: Any) -> None:
+def small_kernels(store: CachedStore) -> None:
     """us of a layer's decision, message and collection where everything hits, and of the decision with misses, from a
     captured graph with one for each layer. The cache's state is put back."""
     store.device_state.store(store.state)
@@ -218,7 +224,7 @@ def small_kernels(store: Any) -> None:
     store.device_state.load(store.state)
 
 
-def prompts(executor: Any, rng: np.random.Generator) -> None:
+def prompts(executor: CachedExecutor, rng: np.random.Generator) -> None:
     store = executor.store
     for n in (64, 64, 2048, 2048):
         before = dict(store.prefill.counts)
@@ -234,7 +240,7 @@ def prompts(executor: Any, rng: np.random.Generator) -> None:
     print("    between experts: " + ", ".join(f"up to {1 << b} rows {1e3 * s:.2f} ms" for b, s in dense))
 
 
-def profile(executor: Any, rng: np.random.Generator, steps: int = 8) -> None:
+def profile(executor: CudaExecutor, rng: np.random.Generator, steps: int = 8) -> None:
     """Kernels of a decode step by their time, from CUPTI."""
     batches = [rows([int(t)], i, [0]) for i, t in enumerate(rng.integers(3, executor.n_vocab, steps + 1))]
     executor.forward(batches[0])
@@ -257,7 +263,7 @@ def measure_share(
         path, DEVICE, slots, ring_slots=96 if trace is None else 32, decode_rows=1, n_cells=4096, max_rows=2048,
         kv="f16", pinner=cuda_pinner(DEVICE), cpus=cpu_threads(threads),
     )  # fmt: skip
-    store: Any = executor.store
+    store = executor.store
     measured = probe(store)
     store.costs = costs_of(measured, "probed")
     for kind, m in measured.items():

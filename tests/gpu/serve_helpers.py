@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -227,7 +227,7 @@ class Server:
         assert answer.status_code >= 400, answer.text
         return answer.status_code, str(answer.json()["error"]["message"])
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The events of a stream; leaving it early hangs up."""
         with self.client.stream("POST", path, json={**body, "stream": True}) as answer:
             if answer.status_code != 200:

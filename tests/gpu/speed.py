@@ -7,6 +7,7 @@ the kernels of one decode step and one prompt chunk by their time on the device.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -14,12 +15,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from ftgguf.engine.cuda_compile import cache_folder
+from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.devices import list_devices
 from ftgguf.engine.load_cuda import load_gpu
 from ftgguf.flags.config import ServerConfig
@@ -53,7 +55,7 @@ def chunk(tokens: np.ndarray, start: int, table: np.ndarray, last: bool) -> Batc
 
 
 class Bench:
-    def __init__(self, executor: Any, ubatch: int) -> None:
+    def __init__(self, executor: CudaExecutor, ubatch: int) -> None:
         self.executor, self.ubatch = executor, ubatch
         self.rng = np.random.default_rng(1)
 
@@ -100,7 +102,7 @@ def profile(what: Callable[[], object], top: int) -> list[tuple[str, int, float]
     return sorted((f for f in found if f[2] > 0), key=lambda f: -f[2])[:top]
 
 
-def load(path: Path, options: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[str, float]]:
+def load(path: Path, options: argparse.Namespace) -> tuple[CudaExecutor, dict[str, Any], dict[str, float]]:
     config = ServerConfig()
     config = replace(
         config,
@@ -116,18 +118,18 @@ def load(path: Path, options: argparse.Namespace) -> tuple[Any, dict[str, Any], 
     gguf = open_gguf(path)
     started = time.perf_counter()
 
-    def no_cpu(first: int, last: int, cells: int) -> Any:
+    def no_cpu(first: int, last: int, cells: int) -> NoReturn:
         raise SystemExit("this benchmark wants every layer on the GPU")
 
     loaded = load_gpu(config, gguf, read_numbers(gguf), list_devices()[0], lambda stage, f: None, no_cpu)
     if isinstance(loaded, str):
         raise SystemExit(loaded)
-    read = time.perf_counter()
+    executor, read = loaded.gpu, time.perf_counter()
     kernels = compiled()
-    loaded.executor.warm_up()
+    executor.warm_up()
     loaded.details["kernels_compiled_by_helpers"] = kernels
     loaded.details["kernels_compiled_at_warm_up"] = compiled() - kernels
-    return loaded.executor, loaded.details, {"load_s": read - started, "warm_up_s": time.perf_counter() - read}
+    return executor, loaded.details, {"load_s": read - started, "warm_up_s": time.perf_counter() - read}
 
 
 def compiled() -> int:
@@ -184,7 +186,7 @@ def main() -> None:
             (f"prompt chunk of {options.ubatch}", chunk(bench.tokens(options.ubatch), 0, table, True), 24),
             ("prompt chunk of 64", chunk(bench.tokens(64), 0, table, True), 16),
         ):
-            found = profile(lambda batch=batch: executor.forward(batch), count)
+            found = profile(functools.partial(executor.forward, batch), count)
             print(f"{name}: {sum(f[2] for f in found):.0f} us on the device")
             for key, launches, us in found:
                 print(f"  {us:9.1f} us {launches:5} x {us / launches:7.2f}  {key}")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 import pytest
@@ -26,6 +27,9 @@ from ftgguf.gguf.reader import open_gguf
 from ftgguf.models.config import read_numbers
 from ftgguf.nouns import PAGE, Batch
 from tests.models.cuda_helpers import DEVICE, load_cuda, page_table, torch
+
+if TYPE_CHECKING:
+    from ftgguf.engine.load_cuda import GpuModel
 
 ARCH = os.environ.get("FTGGUF_TEST_ARCH", "qwen3moe")
 
@@ -135,10 +139,10 @@ def test_the_budget_holds_and_is_refused_in_words(model: Callable[..., Path]) ->
     device = devices.list_devices()[0]
     base = ServerConfig()
 
-    def no_cpu(first: int, last: int, cells: int) -> object:
+    def no_cpu(first: int, last: int, cells: int) -> NoReturn:
         raise AssertionError("every layer fits")
 
-    def load(budget: int) -> object:
+    def load(budget: int) -> GpuModel | str:
         config = replace(
             base,
             placement=replace(base.placement, vram_budget=budget, gpu_layers=-2),
@@ -148,7 +152,8 @@ def test_the_budget_holds_and_is_refused_in_words(model: Callable[..., Path]) ->
 
     try:
         loaded = load(2048)
-        loaded.executor.warm_up()  # type: ignore[attr-defined]
+        assert not isinstance(loaded, str)
+        loaded.executor.warm_up()
         assert torch.cuda.max_memory_reserved(DEVICE) + context_overhead(DEVICE) <= 2048 * MIB
         with pytest.raises(MemoryError, match="--vram-budget"):
             load(256)

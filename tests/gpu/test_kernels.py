@@ -47,7 +47,8 @@ def test_experts_of_one_type(type_: Type) -> None:
     ids="-".join,
 )  # fmt: skip
 def test_experts_of_unlike_types(mix: tuple[str, str, str]) -> None:
-    case = ExpertCase(*[Type[t] for t in mix], d=256, f=768, experts=16, seed=2, extras=True)
+    gate, up, down = (Type[t] for t in mix)
+    case = ExpertCase(gate, up, down, d=256, f=768, experts=16, seed=2, extras=True)
     for m in (1, 3, 8, 17, 128):
         check_experts(case, m, 8, 16, seed=m)
 

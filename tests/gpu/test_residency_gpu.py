@@ -36,7 +36,7 @@ def run_both(
             ids[rng.random(rows) < 0.05] = -1
             ours = residency.step(state, layer, ids, int(layer == 0))
             on_device = torch.from_numpy(ids).cuda()
-            kernel.residency_step(device, layer, on_device, out, int(layer == 0), num_warps)
+            kernel.residency_step(device, layer, on_device, out, int(layer == 0), num_warps=num_warps)
             theirs = out.result(ids.shape)
             for f in fields(residency.Step):
                 np.testing.assert_array_equal(

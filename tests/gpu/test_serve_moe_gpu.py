@@ -183,7 +183,7 @@ def test_the_recorded_routes_are_what_bench_cache_reads(hybrid: Server) -> None:
 def test_servers_that_start_together_cache_as_much_as_one_alone() -> None:
     """What others take while a server makes its context is not in its budget. On a device three at once; the simulated
     one loses 2000 MiB meanwhile. A budget is for CACHE MiB with the largest context that a plan counts with."""
-    free = {} if REAL else {"FTGGUF_TEST_FREE": f"{SIMULATED_MIB},{SIMULATED_MIB - 2000}"}
+    free: dict[str, Any] = {} if REAL else {"FTGGUF_TEST_FREE": f"{SIMULATED_MIB},{SIMULATED_MIB - 2000}"}
     started: list[Server] = []
     threads = [
         threading.Thread(target=lambda: started.append(Server(moe(), *limits(), **free)))
@@ -264,7 +264,7 @@ def test_all_resident_where_it_is_asked_for() -> None:
 
 @pytest.mark.xdist_group("mode-disk")
 def test_experts_from_the_file_where_host_memory_is_too_small() -> None:
-    little = {"FTGGUF_TEST_HOST_MEMORY": str(MIB)}
+    little: dict[str, Any] = {"FTGGUF_TEST_HOST_MEMORY": str(MIB)}
     said = refusal(moe(), *limits(), **little)
     assert "of host memory" in said
     assert "--expert-disk" in said

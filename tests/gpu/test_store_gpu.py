@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import pytest
@@ -41,21 +41,23 @@ from placement_checks import (
 from placement_faults import BROKEN, assert_fault_shows
 from placement_helpers import nmse
 from rounding_noise import Nudged
-from store_helpers import decoded, hooked, judge, load_cached, rows
+from store_helpers import CachedExecutor, decoded, hooked, judge, load_cached, rows
 
 from compat.synth import make
+from ftgguf.engine.cuda_executor import CudaExecutor
 from ftgguf.engine.executor import ExecutorLost
 from ftgguf.experts.measure import Probe
 from ftgguf.experts.pinning import cuda_pinner
 from ftgguf.experts.prefill import Mode
 from ftgguf.experts.residency import Stat
+from ftgguf.nouns import F32
 from ftgguf.pull.upcycle import upcycle
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)
 TOKENS = [int(t) for t in np.random.default_rng(0).integers(3, 300, 40)]
 LAYERS, EXPERTS, K = 12, 32, 8
-SIZES = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_expert_used": K, "n_embd": 512, "n_ff_expert": 256}
+SIZES: dict[str, Any] = {"n_layer": LAYERS, "n_expert": EXPERTS, "n_expert_used": K, "n_embd": 512, "n_ff_expert": 256}
 TYPES: dict[str, Any] = {
     "F32": "F32",
     "F16": "F16",
@@ -79,7 +81,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 n_expert_used=8, n_embd=1024, n_ff_expert=512)  # fmt: skip
 
 
-def load(path: Path, slots: int | None, **options: Any) -> Any:
+@overload
+def load(path: Path, slots: int, **options: Any) -> CachedExecutor: ...
+
+
+@overload
+def load(path: Path, slots: None, **options: Any) -> CudaExecutor: ...
+
+
+def load(path: Path, slots: int | None, **options: Any) -> CudaExecutor:
     if slots is not None:
         options.setdefault("pinner", cuda_pinner(DEVICE))
     executor = load_cached(path, DEVICE, slots, decode_rows=2, ring_slots=16, **options)
@@ -161,7 +171,7 @@ def test_a_whole_run_is_the_same_where_nothing_is_rounded_to_8_bits(
     layers = len(bench.seen[0].y)
     for slots in (0, 1, layers * EXPERTS // 4, layers * EXPERTS // 2, layers * EXPERTS):
         executor = load_cached(bench.path, DEVICE, slots, decode_rows=1, ring_slots=16, pinner=cuda_pinner(DEVICE))
-        store: Any = executor.store
+        store = executor.store
         hooked(executor)
         ready(executor)
         for split, how in SPLITS.items():
@@ -185,16 +195,16 @@ def test_a_text_is_the_same(tmp_path: Path) -> None:
     upcycle(Path(__file__).parents[1] / "data" / "stories260K.gguf", path, arch="llama", expert_type="Q8_0")
     text = Text.of(path, tmp_path, 256)
 
-    def said(placing: Placing | None) -> Any:
-        options = {} if placing is None else {"pinner": cuda_pinner(DEVICE), "warm": placing.warm}
+    def said(placing: Placing | None) -> F32:
+        options: dict[str, Any] = {} if placing is None else {"pinner": cuda_pinner(DEVICE), "warm": placing.warm}
         slots = None if placing is None else placing.slots
         executor = load_cached(path, DEVICE, slots, decode_rows=1, n_cells=512, **options)
         ready(executor)
-        store: Any = executor.store
         if placing is not None:
-            placing.force(store)
+            assert isinstance(executor, CachedExecutor)
+            placing.force(executor.store)
         logits = along(executor, text.tokens)
-        store.close()
+        executor.store.close()
         return logits
 
     want = said(None)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ftgguf import _ggml_cpu as native
+from ftgguf import _ggml_cpu as native  # type: ignore[attr-defined]
+from ftgguf.engine.executor import Executor
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
 from ftgguf.engine.layout import Layout
@@ -59,10 +60,10 @@ def rows(tokens: Sequence[int], start: int, outputs: Sequence[int], table: np.nd
     )
 
 
-def step_by_step(executor: GgmlExecutor, tokens: Sequence[int]) -> F32:
+def step_by_step(executor: Executor, tokens: Sequence[int]) -> F32:
     """Decode logits [len(tokens), vocab], one row a pass."""
     return np.stack([executor.forward(rows([t], i, [0]))[0].copy() for i, t in enumerate(tokens)])
 
 
-def some_tokens(executor: GgmlExecutor, n: int, seed: int = 0) -> list[int]:
+def some_tokens(executor: Executor, n: int, seed: int = 0) -> list[int]:
     return [int(t) for t in np.random.default_rng(seed).integers(3, executor.n_vocab, n)]

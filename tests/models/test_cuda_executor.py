@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,8 +23,11 @@ from ftgguf.models.config import read_numbers
 from ftgguf.models.registry import family
 from ftgguf.nouns import F32, PAGE, Batch
 
-from .cuda_helpers import CudaExecutor, load_cuda, page_table
+from .cuda_helpers import load_cuda, page_table
 from .helpers import load, rows, some_tokens, step_by_step
+
+if TYPE_CHECKING:
+    from ftgguf.engine.cuda_executor import CudaExecutor
 
 FAMILIES = ["qwen3moe", "qwen3", "llama", "granitemoe", "glm4moe"]
 DENSE: dict[str, int] = {"n_layer": 1, "n_head": 2, "n_head_kv": 1, "n_ff": 256}
@@ -181,6 +185,7 @@ def test_batches_that_do_not_fit_are_refused(synthetic: Callable[..., Path]) -> 
     with pytest.raises(ValueError, match="whole pages"):
         cuda.forward(rows([3], 0, [0], np.array([5], np.int32)))
     five = tuple(page_table([i], 1) for i in range(5))
-    batch = Batch(*[np.arange(5, dtype=np.int32) * k for k in (1, 0, 1, PAGE)], five, np.zeros(0, np.int32))
+    token, position, sequence, cell = (np.arange(5, dtype=np.int32) * k for k in (1, 0, 1, PAGE))
+    batch = Batch(token, position, sequence, cell, five, np.zeros(0, np.int32))
     with pytest.raises(ValueError, match="5 sequences"):
         cuda.forward(batch)

@@ -157,7 +157,7 @@ def test_no_driver_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> ctypes.CDLL:
         raise OSError(name)
 
-    monkeypatch.setattr(devices.ctypes, "CDLL", missing)
+    monkeypatch.setattr(ctypes, "CDLL", missing)
     devices._cuda.cache_clear()
     try:
         assert devices.list_devices() == []

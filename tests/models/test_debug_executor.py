@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def test_logits(synthetic: Callable[..., Path], arch: str) -> None:
 def test_yarn(synthetic: Callable[..., Path]) -> None:
     """The ramp, the interpolation and the magnitude of YaRN scaling, at positions beyond the original context."""
     path = synthetic("qwen3moe", "F32")
-    flags = {"rope_scaling": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 64}
+    flags: dict[str, Any] = {"rope_scaling": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 64}
     gguf = open_gguf(path)
     model = family(gguf.architecture)(DebugSource(gguf), read_numbers(gguf), ContextConfig(**flags))
     executor = DebugExecutor(model, n_cells=256, max_rows=128)
