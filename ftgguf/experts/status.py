@@ -24,7 +24,7 @@ def cache_status(store: CachedStore) -> dict[str, Any]:
     )
     bank = store.bank.report
     return {
-        "mode": store.controller.status()["mode"] if store._forced is None else "forced",
+        "mode": store.controller.status()["mode"] if store.splits.forced is None else "forced",
         "policy": store.policy.name,
         "budget_bytes": store.budget,
         "arena_bytes": store.arena.bytes,

@@ -35,7 +35,7 @@ from ftgguf.experts.prefill_pass import PrefillPass
 from ftgguf.experts.promote import EVERY, Bounce, promote
 from ftgguf.experts.residency import Residency, Stat
 from ftgguf.experts.ring import Ring
-from ftgguf.experts.split import rows_each
+from ftgguf.experts.split_writer import SplitWriter
 from ftgguf.gguf.types import TensorType
 from ftgguf.kernels import fill as kernels
 from ftgguf.kernels.activations import Activations
@@ -107,11 +107,6 @@ class CachedStore(ExpertStore):
         self._steps = 0
         self._taken: tuple[float, int, Arm] | None = None
         """Seconds, rows and arm of the step whose sums the meter holds."""
-        self._running = arm
-        """The arm whose split the device has."""
-        self._due = False
-        self._short = 0
-        """Rows of the short prompt whose split the device has, 0 for decode's."""
         self._mixed = True
         """Whether the sums since they were last taken are of other passes too: the warm-up's, one that nobody waited
         for, or one that was given up."""
@@ -119,10 +114,6 @@ class CachedStore(ExpertStore):
         self.fill_bytes_timed = 0.0
         self._disk = disk
         self.promoted = 0
-        self._forced: tuple[int, int] | None = None
-        self._forced_part = (0, 0)
-        self._written: dict[tuple[str, int, int], tuple[tuple[int, int], int, tuple[int, int]]] = {}
-        """What `_write_split` made the device's split from."""
 
     # ------------------------------------------------------------------------------------------------- start
 
@@ -155,10 +146,10 @@ class CachedStore(ExpertStore):
             {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
         )
         sizes = [spec.slot_bytes for spec in self.order]
-        self._sorts = list(dict.fromkeys((k, n, p.size) for k, n, p in zip(self.kinds, sizes, self.parts, strict=True)))
         self.meter = StepMeter(self.mail.trace, self.mail.doorbell, self.kinds, sizes, [p.size for p in self.parts])
         self.prefill = PrefillPass(self)
-        self._write_split()
+        self.splits = SplitWriter(self)
+        self.splits.write()
 
     def calibrate(self) -> None:
         """Measure both paths where that was asked for and no profile covers the types. After `load`, once the machine
@@ -173,7 +164,7 @@ class CachedStore(ExpertStore):
         self.controller = SplitController(
             {kind: self.costs.bandwidths(kind) for kind in self.kinds}, self._arm, self._rails
         )
-        self._write_split()
+        self.splits.write()
 
     def _check(self) -> None:
         if not self.order:
@@ -297,10 +288,7 @@ class CachedStore(ExpertStore):
 
     def start(self, prompt: bool = False, rows: int = 1) -> None:
         super().start(prompt, rows)
-        short = rows if not prompt and rows > self.decode_rows else 0
-        if self._due or short != self._short:
-            self._due, self._short = False, short
-            self._write_split()
+        self.splits.follow(rows if not prompt and rows > self.decode_rows else 0)
         self._step_started = time.perf_counter()
 
     def finish(self, rows: int, waited: bool) -> None:
@@ -319,7 +307,7 @@ class CachedStore(ExpertStore):
         if rows > self.decode_rows:
             return
         if not mixed:
-            self._taken = (time.perf_counter() - self._step_started, rows, self._running)
+            self._taken = (time.perf_counter() - self._step_started, rows, self.splits.running)
         self._steps += 1
         if self._steps % EVERY == 0 and not all(self.bank.pinned.values()) and self.arena.chunks:
             promote(self)
@@ -332,7 +320,7 @@ class CachedStore(ExpertStore):
             return
         seconds, rows, arm = self._taken
         sample, self._taken = self.meter.read(seconds, rows), None
-        if sample is None or self._forced is not None:
+        if sample is None or self.splits.forced is not None:
             return  # a forced split shows one path alone, and the estimates are of both at once
         for path in sample.paths.values():
             self.fill_seconds += path.fill_seconds
@@ -341,40 +329,11 @@ class CachedStore(ExpertStore):
         self.controller.record(sample, arm)
         if self.controller.switches != switches:
             log.info("misses are served by another arm: %s", self.controller.reason)
-        self._due |= self.controller.running is not running or self._steps % WRITE_EVERY == 0
-
-    def _write_split(self) -> None:
-        """The split of the next step to the device, where it is another than the last one's."""
-        c = self.controller
-        self._running = c.running
-        forced = self._forced
-        # A short prompt's experts have several rows each, which costs the CPU more and the link nothing.
-        further = rows_each(self._short, self.top_k, self.state.experts) - 1 if self._short else 0.0
-        chosen = {
-            (kind, size, part): (
-                c.split(kind, further * self.costs.cpu_row(kind, size) / size),
-                c.late(kind, size),
-                c.part(kind, size, part),
-            )
-            if forced is None
-            else (forced, 0, self._forced_part)
-            for kind, size, part in self._sorts
-        }
-        if chosen == self._written:
-            return
-        self._written = chosen
-        s = self.state
-        for i, spec in enumerate(self.order):
-            found = chosen[self.kinds[i], spec.slot_bytes, self.parts[i].size]
-            s.split[i], s.late[i], s.part[i] = found if self.reachable(i) else ((0, 0), 0, (0, 0))
-        for name in ("split", "late", "part"):
-            self.device_state.arrays[name].copy_(torch.from_numpy(getattr(self.state, name)))
+        self.splits.due |= self.controller.running is not running or self._steps % WRITE_EVERY == 0
 
     def force_split(self, share: int, least: int, part: tuple[int, int] = (0, 0)) -> None:
-        """Keep one split (Q16 share, least fills, Residency's `part`) for all layers from now on: tests,
-        `--moe-mode`."""
-        self._forced, self._forced_part = (share, least), part
-        self._write_split()
+        """See SplitWriter.force."""
+        self.splits.force(share, least, part)
 
     def rebase(self) -> None:
         """Move the keys back if it is time, and slabs between size classes; a safe point."""

@@ -27,7 +27,6 @@ from ftgguf.bench.report import (
     Report,
 )
 from ftgguf.bench.servers import Server, ServerError
-from ftgguf.bench.servers import ServerError
 from ftgguf.bench.table import render
 from ftgguf.bench.witness import Builds, NotInstalled
 from ftgguf.bench.workloads import Plan, Source, TextSource, make_plan

@@ -459,7 +459,7 @@ def test_a_steps_sample_has_the_arm_that_it_ran_with(cached: Callable[..., Cache
         executor.forward(rows([token], i, [0]))
     store.controller.arm = Arm.CPU  # as `record` would have found
     executor.forward(rows([230], 2, [0]))
-    store._due = True
+    store.splits.due = True
     for i, token in enumerate((5, 9)):
         executor.forward(rows([token], 3 + i, [0]))
     assert seen == [Arm.SPLIT, Arm.SPLIT, Arm.CPU]

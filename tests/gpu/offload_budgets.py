@@ -189,8 +189,7 @@ def child(options: argparse.Namespace) -> None:
                 decode(0, 16)
                 result[name] = decode(16, 48)
                 print(f"every miss by {name}: {result[name]:.1f} tok/s", flush=True)
-            store._forced = None
-            store._write_split()
+            store.splits.release()
     if options.parts != "decode" and executor.cells.n_cells < 8192 + 2048:
         started = time.perf_counter()
         assert store is not None, "the KV is grown at the experts' expense"

@@ -219,8 +219,7 @@ def small_kernels(store: CachedStore) -> None:
         every = timed(whole)
         print(f"  small kernels, us a layer where everything hits: residency {alone:.1f}, all four {every:.1f}")
         print(f"    residency with all {k} missing {filling:.1f}")
-    store._forced = None
-    store._write_split()
+    store.splits.release()
     store.device_state.load(store.state)
 
 
@@ -283,7 +282,7 @@ def measure_share(
         paths(store)
     if "small" in parts:
         small_kernels(store)
-    store._write_split()
+    store.splits.write()
     decode(executor, 64 if trace is None else 512, 0, rng, lambda: None)
     layers, before = Layers(store), store.statistics().sum(0)
     print(f"  split   {decode(executor, steps, 0, rng, layers):8.1f} tok/s; {store.controller.reason}", flush=True)
@@ -302,8 +301,7 @@ def measure_share(
         layers = Layers(store)
         print(f"  {name:<7} {decode(executor, steps // 2, 0, rng, layers):8.1f} tok/s", flush=True)
         layers.show(name)
-    store._forced = None
-    store._write_split()
+    store.splits.release()
     if "prompts" in parts:
         prompts(executor, rng)
     store.close()
