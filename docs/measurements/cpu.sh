@@ -1,7 +1,8 @@
 #!/bin/sh
 # The full comparison with llama.cpp on a machine without a GPU: four reports, each as a table, JSON and a page.
 # Usage: sh docs/measurements/cpu.sh [OUT_DIR]       (default: docs/measurements/reports)
-# Takes about 20 minutes on two quiet cores; needs 18 GB of memory, 5 GB of disk for the synthetic model, `pip install
+# From a checkout where `make install` was run (a plain `pip install .` is hidden by the source folder here). Takes about
+# 17 minutes on two quiet cores; needs 18 GB of memory, 5 GB of disk for the synthetic model, `pip install
 # xllamacpp` for the two over HTTP. Run it with nothing else on the machine: the reports say how busy it was.
 #
 # PYTHON: the interpreter (python3). DEMO, BIG: models instead of the demo and the synthetic one. THREADS: instead of one
@@ -16,6 +17,10 @@ rounds=5 few=3 prompt=512 long=,2048 gen=128 depth=1024 short=64
 [ -n "${QUICK:-}" ] && rounds=2 few=1 prompt=32 long=,64 gen=8 depth=256 short=8
 mkdir -p "$out"
 worst=0
+"$python" -c "import ftgguf._ggml_cpu" 2>/dev/null || {
+    echo "cpu.sh: ftgguf's C++ modules are not in this checkout: run \`make install\` and set PYTHON=.venv/bin/python" >&2
+    exit 1
+}
 
 # report NAME WORDS...: one comparison; its exit status is told and kept
 report() {

@@ -2,7 +2,8 @@
 
 Reads the routed experts of a few layers of each type into the host bank and measures with the kernels that serve. The
 figures are stored as this machine's profile, which `serve` then uses instead of its start-up probe. Without a CUDA
-device only the CPU's side is measured, and the profile is a record of it that `serve` does not use.
+device only the CPU's side is measured, and the profile is a record of it that `serve` does not use; torch is needed
+either way.
 """
 
 from __future__ import annotations

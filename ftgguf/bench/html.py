@@ -21,9 +21,10 @@ MANY_ROWS = 40
 _LEGEND = """<b>A ratio above 1 means {} is better</b>: speeds are divided, times inverted (of the median where
 percentiles are shown, as for the time to the first token, TTFT; of the 99th percentile for gaps between tokens, since a
 user feels the longest). The brackets hold a 95 % bootstrap interval: where it lies wholly above 1 that side is better,
-wholly below 1 it is worse, and where it holds 1 this measurement cannot tell the two apart. Fewer than three samples of
-a side, or three rounds where a round gives several, give no interval and no verdict; that of three holds the truth only
-about three times in four, that of five nine times in ten. Of twenty rows of two equal sides one would look better or
+wholly below 1 it is worse, if Student's t test of the rounds agrees; otherwise this measurement cannot tell the two
+apart. Fewer than three samples of a side, or three rounds where a round gives several, give no interval and no
+verdict. An interval of three holds the truth only about three times in four, of five nine times in ten, which is why
+the test is asked as well: of twenty rows of two equal sides one would look better or
 worse by chance. Nothing is left out because it was lost."""
 _HOW = {
     "against": "The same work was given to each side in rounds in which the sides took turns, on the same machine.",

@@ -1,6 +1,7 @@
 """ours and libllama, each in a process of its own, step against step: no server, no sampling, no template.
 
-Both weight layouts of llama.cpp are peers: its default (repacked) and the mapped file, since neither wins everywhere.
+Both weight layouts of llama.cpp are peers: its default (repacked) and the mapped file, since neither wins everywhere;
+one where ggml has no repacked kernels for the file.
 """
 
 from __future__ import annotations
@@ -166,8 +167,10 @@ class Duel:
         c.build, c.isa, c.layout = facts["build"], list(facts["isa"]), facts["layout"]
         c.load_seconds = facts["load_seconds"]
         c.notes = [openmp_note(ours=c.ours), *facts["notes"]]
-        c.command = " ".join(["libllama" if not c.ours else "ftgguf", *self.argv[c.ours]])
+        c.command = " ".join([f"{'ftgguf' if c.ours else 'libllama'}, in process:", *self.argv[c.ours]])
         side.n_vocab = facts["n_vocab"]
+        if c.ours and facts["one_layout"]:
+            self._one_layout(facts["one_layout"])
         ours = self.sides[0].contestant
         if c.ours and facts["device"] != "CPU":
             text = (
@@ -180,6 +183,15 @@ class Duel:
                 text = f"{c.name} does not use {', '.join(c.lower_isa)}, which ours does: no ratio is given"
                 self.report.trouble(NOT_COMPARABLE, text)
         return side.child
+
+    def _one_layout(self, why: str) -> None:
+        """The same peer twice would be two chances, and its better half by chance the headline's."""
+        twice = [s for s in self.sides if s.engine == "repacked"]
+        if not twice:
+            return
+        self.sides = [s for s in self.sides if s not in twice]
+        self.report.contestants = [s.contestant for s in self.sides]
+        self.report.notes.append(f"llama.cpp's two weight layouts are one, measured once: {why}")
 
     def _free(self) -> None:
         """Room for one more process, where memory does not hold all."""
@@ -217,8 +229,10 @@ class Duel:
         said: dict[str, list[Greedy]] = {}
         ids: dict[str, list[list[int]]] = {}
         prompts: list[list[int]] | None = None
-        for side in self.sides:
+        for side in list(self.sides):
             name = side.contestant.name
+            if side not in self.sides:
+                continue  # ours, loaded first, found that it is another one's twin
             try:
                 child = self._ready(side)
                 own = [child.ask("tokenize", text=text)["tokens"] for text in TEXTS]

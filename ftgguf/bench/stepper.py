@@ -14,6 +14,7 @@ import numpy as np
 
 from ftgguf import __version__
 from ftgguf.bench.plan import SpeedTest, Tokens
+from ftgguf.engine.layout import NO_KERNELS, NO_TYPES
 from ftgguf.engine.load import load_engine, open_model
 from ftgguf.flags import ServerConfig
 from ftgguf.nouns import F32, Batch
@@ -33,6 +34,8 @@ class Facts:
     load_seconds: float
     device: str = "CPU"
     notes: tuple[str, ...] = ()
+    one_layout: str = ""
+    """Why there is one layout of weights for this file here, for llama.cpp as well; empty where there are two."""
 
 
 class Stepper(Protocol):
@@ -92,6 +95,7 @@ class OursStepper:
             load_seconds=time.perf_counter() - started,
             device=str(info.get("device", "CPU")),
             notes=tuple(info.get("notes", ())),
+            one_layout=why if (why := str(info.get("layout_reason", ""))) in (NO_KERNELS, NO_TYPES) else "",
         )
 
     def rewind(self, length: int) -> None:

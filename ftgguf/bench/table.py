@@ -11,8 +11,8 @@ from ftgguf.bench.wording import ratio_in_words, value_in_words
 
 READING = """is better: speeds divided, times inverted; of p50 where percentiles are shown, of p99 for gaps.
 n: samples, and in how many rounds (or conversations) they were taken; 95 % intervals are over rounds where there are
-any: that of three holds the truth only about 3 times in 4, of five 9 in 10, and below three there is no verdict. Of
-twenty rows of two equal sides one is `better` or `worse` by chance.
+any: that of three holds the truth only about 3 times in 4, of five 9 in 10, and below three there is no verdict. A
+verdict also asks Student's t, so that of twenty rows of two equal sides one is `better` or `worse` by chance.
 """
 SLOW_S = (10, 60, 120)
 """Turns longer than this are counted: patience, a client's default timeout, a proxy's."""

@@ -31,13 +31,18 @@ def plain_from(kind: TensorType, fraction: float) -> int:
     return NEVER if rows is None else max(2, round(rows / fraction))
 
 
+NO_KERNELS = "this processor has no repacked kernels"
+NO_TYPES = "ggml has no repacked kernels for this file's types here"
+"""Why the two layouts are one and the same, for us and for llama.cpp."""
+
+
 def choose(wanted: str, *, repack: bool, can_repack: bool, size: int, available: int) -> tuple[Layout, str]:
     """The layout for weights of `size` bytes with `available` bytes of memory, and the reason as one line.
 
     `wanted` is `--weights-layout` (`auto`, `plain`, `repacked`, `both`), `repack` llama.cpp's `--no-repack` switch.
     """
     if not can_repack:
-        return Layout.PLAIN, "this processor has no repacked kernels"
+        return Layout.PLAIN, NO_KERNELS
     if not repack:
         return Layout.PLAIN, "--no-repack"
     if wanted != "auto":

@@ -19,7 +19,7 @@ from ftgguf.engine.embeddings import load_embeddings
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.ggml_executor import GgmlExecutor
 from ftgguf.engine.ggml_weights import GgmlSource
-from ftgguf.engine.layout import Layout, choose
+from ftgguf.engine.layout import NO_TYPES, Layout, choose
 from ftgguf.engine.lora import Adapter, AdapterWeights, read_adapters
 from ftgguf.engine.memory import available_memory, check_kv
 from ftgguf.experts.trace import open_trace, pool_bytes
@@ -129,7 +129,7 @@ def _load_cpu(
     if source.packed_bytes:
         source.pack(config.cpu.threads_batch, lambda f: progress("repacking weights", f))
     elif layout is not Layout.PLAIN:
-        layout, why = Layout.PLAIN, "ggml has no repacked kernels for this file's types here"
+        layout, why = Layout.PLAIN, NO_TYPES
     executor = GgmlExecutor(
         source,
         model,

@@ -28,6 +28,7 @@ MEASURED = (
 _HOP = {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
 _HOP |= {"upgrade", "host", "content-length", "accept-encoding"}
 _KEYS = {"authorization", "x-api-key", "cookie"}
+GONE = "the client went away"
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
@@ -118,6 +119,9 @@ class Proxy:
                 self.in_flight -= 1
                 meter.end(time.perf_counter() - started)
                 took = time.perf_counter() - started
+                if error == GONE:
+                    self.ledger.left(asked)
+                    return self.changed()
                 self.ledger.answered(asked, side.contestant, meter, took, error, started, status)
                 if self.mode == "mirror" and not self.at_once:
                     self._queue.put_nowait((asked, target, headers, body))
@@ -132,7 +136,7 @@ class Proxy:
             return JSONResponse({"error": {"code": 502, "message": message, "type": "proxy_error"}}, 502)
 
         async def stream() -> AsyncIterator[bytes]:
-            error = "the client went away"
+            error = GONE
             try:
                 async for data in reply.aiter_raw():
                     if asked is not None:

@@ -95,6 +95,8 @@ class Ledger:
     """Mirrored requests that one side has answered, well or not, other than with a refusal."""
     _alike: list[str] = field(default_factory=list)
     """Requests that both refused with the same status."""
+    _left: set[tuple[str, int]] = field(default_factory=set)
+    """Requests whose client went away before the answer ended."""
     _count: int = 0
     _began: float = -1.0
     """When the first request came, by the proxy's clock."""
@@ -130,6 +132,8 @@ class Ledger:
         when the proxy was)."""
         sent = asked.at if sent < 0 else sent
         self._spans.setdefault(side.name, []).append((sent, sent + total))
+        if (asked.conversation.name, asked.turn) in self._left:
+            return  # the other side's answer to what the client did not wait for
         if status >= 400 and meter.error:
             error = f"status {status}: {meter.error}"
         error = error or meter.error
@@ -162,6 +166,10 @@ class Ledger:
         else:
             self._deal(asked, side, found)
         self._compare(asked, side, meter.text)
+
+    def left(self, asked: Asked) -> None:
+        """The client went away before the answer ended, which is no side's failure and in no figure."""
+        self._left.add((asked.conversation.name, asked.turn))
 
     def _book(self, side: Contestant, turn: Turn) -> None:
         self.report.turns.append(turn)
@@ -242,6 +250,8 @@ class Ledger:
         if not any(names <= row.samples.keys() for row in self.report.rows):
             if self._began < 0:
                 why = "no request came that generates"
+            elif self._left and not self.report.turns:
+                why = "the client waited for no answer"
             elif self._alike and not self.report.turns:
                 why = "both sides refused every request"
             else:
@@ -259,6 +269,8 @@ class Ledger:
             kept.append(f"greedy requests whose texts part: {'; '.join(self._parted[:SHOWN_PARTED])}{more}")
         if self._alike:
             kept.append(f"requests that both refused alike, no failure: {len(self._alike)}, first {self._alike[0]}")
+        if self._left:
+            kept.append(f"requests whose client went away before the answer ended, in no figure: {len(self._left)}")
         if self._refused:
             kept.append(f"requests that one side refused and the other has not answered: {len(self._refused)}")
         if self._half:

@@ -45,6 +45,18 @@ def test_a_peer_that_dies_is_a_row_and_the_rest_is_measured(tmp_path: Path, monk
     assert {k: len(v) for k, v in row.samples.items()} == {"ftgguf": 2, "llama.cpp plain": 2}
 
 
+def test_a_file_without_repacked_kernels_has_one_peer(tmp_path: Path) -> None:
+    """ggml repacks no F16: llama.cpp by default and with --no-repack is the same program on the same bytes, and is
+    measured once."""
+    path, saved = make("llama", tmp_path / "m.gguf", types="F16"), tmp_path / "r.json"
+    main(["-m", str(path), *ARGV[2:], "--report", str(saved)])
+    report = from_json(saved.read_bytes())
+    assert [c.name for c in report.contestants] == ["ftgguf", "llama.cpp plain"]
+    assert any("two weight layouts are one, measured once: ggml has no repacked" in note for note in report.notes)
+    row = next(r for r in report.rows if r.workload == "pp24")
+    assert {k: len(v) for k, v in row.samples.items()} == {"ftgguf": 2, "llama.cpp plain": 2}
+
+
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C at the fourth timed run: three samples are in the report."""
     ask, runs = Child.ask, iter(range(100))

@@ -118,6 +118,20 @@ def test_a_failing_b_is_only_a_row(at_once: bool) -> None:
     assert [bool(t.error) for t in sorted(s.report.turns, key=lambda t: t.contestant)] == [False, True]
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_client_that_stops_reading_is_nobodys_failure(at_once: bool) -> None:
+    """As agents do all day: the request is in no figure of either side, and one note counts it."""
+    with running(Script(delay=0.1), Script(delay=0.2), at_once=at_once) as s:
+        with httpx.stream("POST", s.url + "/v1/chat/completions", json=chat("hi")) as r:
+            next(r.iter_raw())
+        assert httpx.post(s.url + "/v1/chat/completions", json=chat("other")).status_code == 200
+        s.wait(2)
+    s.ledger.finish()
+    assert {t.session for t in s.report.turns} == {"conversation 1"}
+    assert s.report.status == OK, s.report.troubles
+    assert any("went away before the answer ended, in no figure: 1" in note for note in s.report.notes)
+
+
 def test_as_errors_reach_the_client_as_they_are() -> None:
     with running(Script(status=503), Script()) as s:
         reply = httpx.post(s.url + "/v1/chat/completions", json=chat("hi"))
