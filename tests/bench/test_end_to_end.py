@@ -86,7 +86,8 @@ def llama_server(tmp_path: Path) -> str:
 
 
 def test_against_llama_cpp_in_process(tmp_path: Path) -> None:
-    """Without a llama-server: libllama, the same kernels and instruction sets, so a ratio is given; outputs agree."""
+    """Without a llama-server: libllama, the same kernels and instruction sets, so a ratio is given; outputs agree. ggml
+    has no repacked kernels for the rows of 64 in stories, so there is one peer."""
     saved, page = tmp_path / "r.json", tmp_path / "r.html"
     done = ran(*SMALL, "--against", "llama.cpp", "-r", "2", "--report", str(saved), "--html", str(page))
     report = from_json(saved.read_bytes())
@@ -95,18 +96,18 @@ def test_against_llama_cpp_in_process(tmp_path: Path) -> None:
     assert re.search(r"reading prompts: pp24 \d\.\d\d \(too few samples\) of llama.cpp", headline)
     assert "better" not in headline
     assert "worse" not in headline
-    assert [c.name for c in report.contestants] == ["ftgguf", "llama.cpp repacked", "llama.cpp plain"]
+    assert [c.name for c in report.contestants] == ["ftgguf", "llama.cpp plain"]
     assert all(c.build and c.isa and c.command for c in report.contestants)
-    assert [c.layout for c in report.peers] == ["repacked", "plain"]
+    assert [c.layout for c in report.peers] == ["plain"]
     assert all(c.rss_peak >= c.rss_steady > 10 << 20 for c in report.contestants)
     assert all(len(s) == 2 for r in report.rows for s in r.samples.values())
     assert len(report.model["sha256"]) == 64
     assert report.outputs.prompts == 8
     document = json.loads(saved.read_bytes())
-    assert len(document["ratios"]) == 2 * 2
+    assert len(document["ratios"]) == 2
     assert {r["test"] for r in document["llama_bench"]} == {"pp24", "tg8"}
     shown = whole(page)
-    assert shown.tags.count("svg") == 2 + 2  # ratios of two peers, two rows over the rounds
+    assert shown.tags.count("svg") == 1 + 2  # ratios of the peer, two rows over the rounds
     assert report.model["sha256"] in page.read_text()
 
 

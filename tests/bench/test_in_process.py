@@ -26,8 +26,8 @@ def short_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peer_that_dies_is_a_row_and_the_rest_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The repacked peer is killed at its first timed run."""
-    ask = Child.ask
+    """The repacked peer is killed at its first timed run. (Files of Q4_0 have both layouts.)"""
+    ask, path = Child.ask, make("llama", tmp_path / "m.gguf", types="Q4_0")
 
     def dying(self: Child, do: str, **fields: Any) -> dict[str, Any]:
         if do == "load":
@@ -38,7 +38,7 @@ def test_a_peer_that_dies_is_a_row_and_the_rest_is_measured(tmp_path: Path, monk
 
     monkeypatch.setattr(Child, "ask", dying)
     saved = tmp_path / "r.json"
-    assert main([*ARGV, "--report", str(saved)]) == PEER_FAILED
+    assert main(["-m", str(path), *ARGV[2:], "--report", str(saved)]) == PEER_FAILED
     report = from_json(saved.read_bytes())
     row = next(r for r in report.rows if r.workload == "pp24")
     assert "SIGKILL" in row.failures["llama.cpp repacked"]
