@@ -161,7 +161,8 @@ def test_the_documented_commands_are_understood(tmp_path: Path) -> None:
         ["sh", str(script), str(tmp_path / "out")], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    commands = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    there, *commands = [line.rstrip("\t").split("\t") for line in log.read_text().splitlines()]
+    assert there == ["-c", "import ftgguf._ggml_cpu"]  # before anything else: is it built here?
     assert [words[:3] for words in commands] == [["-m", "ftgguf", "bench"]] * 4
     for words in commands:
         trace = words[3] == "trace"
