@@ -34,6 +34,25 @@ VNNI_INLINE __m512 times(__m512i products, __m512 scale, __m512 sum) {
     return _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scale, sum);
 }
 
+// R rows of laid-out inputs on their way through a weight row, and their sums.
+template <int R, class Inputs>
+struct Rows {
+    const Inputs * x[R];
+    __m512 sum[R];
+    VNNI_INLINE_MEMBER explicit Rows(const uint8_t * const * inputs) {
+        for (int r = 0; r < R; r++) {
+            x[r] = reinterpret_cast<const Inputs *>(inputs[r]);
+            sum[r] = _mm512_setzero_ps();
+        }
+    }
+    VNNI_INLINE_MEMBER void next() {
+        for (int r = 0; r < R; r++) x[r]++;
+    }
+    VNNI_INLINE_MEMBER void store(float * out) const {
+        for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
+    }
+};
+
 // ---------------------------------------------------------------------------------------------------- 256 a block
 
 // A block of 256 inputs: their scale, and what the blocks' offsets are multiplied with.
@@ -56,17 +75,16 @@ struct Scales256 {
 
 // A block's products with R rows of inputs, added to their sums. `scale` has the weights' 16 scales or offsets.
 template <int R>
-VNNI_INLINE void add_block(const Scales256 & scales, const __m512i * weights, __m512 scale, const Inputs256 * const * x,
-                           __m512 * sum) {
+VNNI_INLINE void add_block(const Scales256 & scales, const __m512i * weights, __m512 scale, Rows<R, Inputs256> & rows) {
     __m512 s[4];
     for (int i = 0; i < 4; i++) s[i] = _mm512_permutexvar_ps(scales.of[i], scale);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-        __m512 block = _mm512_mul_ps(scale, _mm512_load_ps(x[r]->sums));
+        __m512 block = _mm512_mul_ps(scale, _mm512_load_ps(rows.x[r]->sums));
         for (int i = 0; i < 4; i++) {
-            block = times(_mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[i], _mm512_load_si512(x[r]->q + 64 * i)), s[i], block);
+            block = times(_mm512_dpbusd_epi32(_mm512_setzero_si512(), weights[i], _mm512_load_si512(rows.x[r]->q + 64 * i)), s[i], block);
         }
-        sum[r] = _mm512_fmadd_ps(block, _mm512_set1_ps(x[r]->d), sum[r]);
+        rows.sum[r] = _mm512_fmadd_ps(block, _mm512_set1_ps(rows.x[r]->d), rows.sum[r]);
     }
 }
 
@@ -101,12 +119,7 @@ template <int R>
 VNNI static void dots_q4(int64_t values, const uint8_t * w, const uint8_t * const * inputs, size_t ahead, float * out) {
     const __m512i low = _mm512_set1_epi8(15);
     const Scales256 scales(_mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2), 1, 4);
-    const Inputs256 * x[R];
-    __m512 sum[R];
-    for (int r = 0; r < R; r++) {
-        x[r] = reinterpret_cast<const Inputs256 *>(inputs[r]);
-        sum[r] = _mm512_setzero_ps();
-    }
+    Rows<R, Inputs256> rows(inputs);
     for (const auto * end = w + values / 256 * 144; w < end; w += 144) {
         ask_for(w, 144, ahead);
         uint32_t s0, s1, s2;
@@ -121,10 +134,10 @@ VNNI static void dots_q4(int64_t values, const uint8_t * w, const uint8_t * cons
         const __m512i a_high = _mm512_and_si512(_mm512_srli_epi16(a, 4), low);
         const __m512i b_high = _mm512_and_si512(_mm512_srli_epi16(b, 4), low);
         const __m512i weights[4] = {_mm512_and_si512(a, low), a_high, _mm512_and_si512(b, low), b_high};
-        add_block<R>(scales, weights, scale, x, sum);
-        for (int r = 0; r < R; r++) x[r]++;
+        add_block(scales, weights, scale, rows);
+        rows.next();
     }
-    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
+    rows.store(out);
 }
 
 // q6_K, 210 bytes: low nibbles [128], two high bits [64], int8 scales [16], half d.
@@ -136,12 +149,7 @@ VNNI static void dots_q6(int64_t values, const uint8_t * w, const uint8_t * cons
     // beside it is masked out.
     const __m512i left = _mm512_inserti64x4(_mm512_set1_epi16(4), _mm256_set1_epi16(2), 1);
     const __m512i right = _mm512_inserti64x4(_mm512_set1_epi16(0), _mm256_set1_epi16(2), 1);
-    const Inputs256 * x[R];
-    __m512 sum[R];
-    for (int r = 0; r < R; r++) {
-        x[r] = reinterpret_cast<const Inputs256 *>(inputs[r]);
-        sum[r] = _mm512_setzero_ps();
-    }
+    Rows<R, Inputs256> rows(inputs);
     for (const auto * end = w + values / 256 * 210; w < end; w += 210) {
         ask_for(w, 210, ahead);
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(w + 192));
@@ -155,10 +163,10 @@ VNNI static void dots_q6(int64_t values, const uint8_t * w, const uint8_t * cons
         const __m512i weights[4] = {
             both(a, _mm512_sllv_epi16(c, left)), both(_mm512_srli_epi16(a, 4), _mm512_srlv_epi16(c, right)),
             both(b, _mm512_sllv_epi16(e, left)), both(_mm512_srli_epi16(b, 4), _mm512_srlv_epi16(e, right))};
-        add_block<R>(scales, weights, scale, x, sum);
-        for (int r = 0; r < R; r++) x[r]++;
+        add_block(scales, weights, scale, rows);
+        rows.next();
     }
-    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
+    rows.store(out);
 }
 
 // ----------------------------------------------------------------------------------------------------- 32 a block
@@ -197,12 +205,7 @@ VNNI static void dots_mxfp4(int64_t values, const uint8_t * w, const uint8_t * c
     const __m512i low = _mm512_set1_epi8(15);
     const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
     const int64_t blocks = values / 32;
-    const Inputs128 * x[R];
-    __m512 sum[R];
-    for (int r = 0; r < R; r++) {
-        x[r] = reinterpret_cast<const Inputs128 *>(inputs[r]);
-        sum[r] = _mm512_setzero_ps();
-    }
+    Rows<R, Inputs128> rows(inputs);
     for (int64_t b = 0; b < blocks; b += 4) {
         const uint8_t * at[4];
         for (int i = 0; i < 4; i++) at[i] = w + (b + i < blocks ? b + i : blocks - 1) * kMxfp4;
@@ -221,34 +224,21 @@ VNNI static void dots_mxfp4(int64_t values, const uint8_t * w, const uint8_t * c
         const __m512i second = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(q, 4), low));
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const __m128 scale = _mm_mul_ps(_mm_castsi128_ps(power), _mm_load_ps(x[r]->d));
-            __m512i products = _mm512_dpbusd_epi32(_mm512_load_si512(x[r]->offset), first, _mm512_load_si512(x[r]->first));
-            products = _mm512_dpbusd_epi32(products, second, _mm512_load_si512(x[r]->second));
-            sum[r] = times(products, _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(scale)), sum[r]);
-            x[r]++;
+            const __m128 scale = _mm_mul_ps(_mm_castsi128_ps(power), _mm_load_ps(rows.x[r]->d));
+            __m512i products = _mm512_dpbusd_epi32(_mm512_load_si512(rows.x[r]->offset), first, _mm512_load_si512(rows.x[r]->first));
+            products = _mm512_dpbusd_epi32(products, second, _mm512_load_si512(rows.x[r]->second));
+            rows.sum[r] = times(products, _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(scale)), rows.sum[r]);
         }
+        rows.next();
     }
-    for (int r = 0; r < R; r++) out[r] = _mm512_reduce_add_ps(sum[r]);
+    rows.store(out);
 }
-
-using Dots = void (*)(int64_t, const uint8_t *, const uint8_t * const *, size_t, float *);
-
-// One of a product's instances, by the number of rows.
-#define BY_ROWS(name)                                                                                                        \
-    static void name##_rows(int64_t values, const uint8_t * w, const uint8_t * const * inputs, int rows, size_t ahead,       \
-                            float * out) {                                                                                   \
-        static const Dots by_rows[kDotRows] = {name<1>, name<2>, name<3>, name<4>};                                          \
-        by_rows[rows - 1](values, w, inputs, ahead, out);                                                                    \
-    }
-BY_ROWS(dots_q4)
-BY_ROWS(dots_q6)
-BY_ROWS(dots_mxfp4)
 
 const OwnDot * own_dot(ggml_type type) {
     static const OwnDot dots[] = {
-        {GGML_TYPE_Q4_K, 256, sizeof(Inputs256), lay_out_q4, dots_q4_rows},
-        {GGML_TYPE_Q6_K, 256, sizeof(Inputs256), lay_out_q6, dots_q6_rows},
-        {GGML_TYPE_MXFP4, 128, sizeof(Inputs128), lay_out_mxfp4, dots_mxfp4_rows},
+        {GGML_TYPE_Q4_K, 256, sizeof(Inputs256), lay_out_q4, {dots_q4<1>, dots_q4<2>, dots_q4<3>, dots_q4<4>}},
+        {GGML_TYPE_Q6_K, 256, sizeof(Inputs256), lay_out_q6, {dots_q6<1>, dots_q6<2>, dots_q6<3>, dots_q6<4>}},
+        {GGML_TYPE_MXFP4, 128, sizeof(Inputs128), lay_out_mxfp4, {dots_mxfp4<1>, dots_mxfp4<2>, dots_mxfp4<3>, dots_mxfp4<4>}},
     };
     static const bool can = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

@@ -19,9 +19,9 @@ struct OwnDot {
     size_t group_bytes;   // of them, laid out: a multiple of 64
     // `values` values that ggml rounded (a multiple of its block, one group at most) into `out`, 64 bytes aligned.
     void (*lay_out)(const uint8_t * rounded, int64_t values, uint8_t * out);
-    // out[i] = the product with inputs[i], for `rows` of them, 1 to kDotRows. `ahead`: bytes from `weights` to those that
-    // will be read next but one, asked for on the way; 0 for none.
-    void (*dots)(int64_t values, const uint8_t * weights, const uint8_t * const * inputs, int rows, size_t ahead, float * out);
+    // dots[n - 1] sets out[i] to the product with inputs[i], for n of them. `ahead`: bytes from `weights` to those that will
+    // be read next but one, asked for on the way; 0 for none.
+    void (*dots[kDotRows])(int64_t values, const uint8_t * weights, const uint8_t * const * inputs, size_t ahead, float * out);
 };
 
 // The product for weights of `type`, or null where this processor or the type has none.

@@ -142,7 +142,7 @@ static void products(const ExpertMatrix & m, int expert, int64_t n, const uint8_
                      float * out) {
     const uint8_t * row = m.base + expert * m.stride + n * m.row_bytes;
     if (m.own) {
-        m.own->dots(m.k, row, inputs, rows, again ? 0 : kAhead * m.row_bytes, out);
+        m.own->dots[rows - 1](m.k, row, inputs, again ? 0 : kAhead * m.row_bytes, out);
     } else {
         for (int i = 0; i < rows; i++) m.dot(static_cast<int>(m.k), out + i, 0, row, 0, inputs[i], 0, 1);
     }

@@ -119,8 +119,9 @@ def _publish(
     """One program: the CPU's list, of `most` experts at most, and the experts' inputs into the mailbox, then ring.
     Nothing where it has none.
 
-    The first piece of everything is loaded before any of it is stored: a load behind a store waits for nothing but
-    comes 0.3 us later, and there were five.
+    The first piece of everything is loaded before any of it is stored: a program's instructions are issued in order, so
+    that a load behind a store came only when what was stored had been loaded, and there were five in a row. (With the
+    CPU's answer before its sums, a layer that asks the CPU takes 1 us less on an H200.)
     """
     after_previous()
     at = tl.arange(0, SIZE)

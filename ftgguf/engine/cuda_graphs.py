@@ -39,7 +39,7 @@ class Graphs:
         self._uncaptured: set[tuple[int, int]] = set()
         """Prompts' passes that found no memory for a graph."""
         self._stale = False
-        """The cells have moved. All of decode's at once would take 20 to 50 ms each."""
+        """The cells have moved. All of decode's at once would hold up the request for which they did."""
 
     def capture(self, sizes: Iterable[int], run: Callable[[int], None]) -> None:
         """Capture `run` for each row count. The largest first: it takes the memory that the others find. Raises

@@ -404,7 +404,9 @@ def test_the_command_writes_its_report_when_interrupted(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "ftgguf.proxy.main", *argv]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            _answered(f"http://127.0.0.1:{port}", process)
+            _up(f"http://127.0.0.1:{port}", process)
+            done = httpx.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=chat("hi"), timeout=10)
+            assert done.status_code == 200
             end = time.monotonic() + 20
             while not saved.exists() or len(from_json(saved.read_bytes()).turns) < 1:
                 assert time.monotonic() < end
@@ -429,15 +431,7 @@ def test_a_session_without_a_request_is_no_success() -> None:
         command = [sys.executable, "-m", "ftgguf.proxy.main", "--a", a, "--b", b, "--port", str(port)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
-            end = time.monotonic() + 30
-            while True:
-                try:
-                    httpx.get(f"http://127.0.0.1:{port}/health")
-                    break
-                except httpx.TransportError:
-                    assert process.poll() is None
-                    assert time.monotonic() < end
-                    time.sleep(0.1)
+            _up(f"http://127.0.0.1:{port}", process)
             os.kill(process.pid, signal.SIGINT)
             out, errors = process.communicate(timeout=30)
         finally:
@@ -447,11 +441,12 @@ def test_a_session_without_a_request_is_no_success() -> None:
     assert "Traceback" not in errors
 
 
-def _answered(url: str, process: subprocess.Popen[str]) -> None:
+def _up(url: str, process: subprocess.Popen[str]) -> None:
+    """Until the proxy passes something on."""
     end = time.monotonic() + 30
     while True:
         try:
-            assert httpx.post(url + "/v1/chat/completions", json=chat("hi"), timeout=10).status_code == 200
+            httpx.get(url + "/health")
             return
         except httpx.TransportError:
             assert process.poll() is None
