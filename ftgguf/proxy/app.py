@@ -120,7 +120,7 @@ class Proxy:
                 meter.end(time.perf_counter() - started)
                 took = time.perf_counter() - started
                 if error == GONE:
-                    self.ledger.left(asked)
+                    self.ledger.left(asked, took)
                     return self.changed()
                 self.ledger.answered(asked, side.contestant, meter, took, error, started, status)
                 if self.mode == "mirror" and not self.at_once:

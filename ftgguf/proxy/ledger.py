@@ -95,8 +95,8 @@ class Ledger:
     """Mirrored requests that one side has answered, well or not, other than with a refusal."""
     _alike: list[str] = field(default_factory=list)
     """Requests that both refused with the same status."""
-    _left: set[tuple[str, int]] = field(default_factory=set)
-    """Requests whose client went away before the answer ended."""
+    _left: dict[tuple[str, int], float] = field(default_factory=dict)
+    """Requests whose client went away before the answer ended, and after how many seconds."""
     _count: int = 0
     _began: float = -1.0
     """When the first request came, by the proxy's clock."""
@@ -167,9 +167,10 @@ class Ledger:
             self._deal(asked, side, found)
         self._compare(asked, side, meter.text)
 
-    def left(self, asked: Asked) -> None:
-        """The client went away before the answer ended, which is no side's failure and in no figure."""
-        self._left.add((asked.conversation.name, asked.turn))
+    def left(self, asked: Asked, waited: float) -> None:
+        """The client went away after `waited` seconds, before the answer ended: no side's failure and in no figure. A
+        client that gave up on a slow side shows by the longest wait, which is named."""
+        self._left[asked.conversation.name, asked.turn] = waited
 
     def _book(self, side: Contestant, turn: Turn) -> None:
         self.report.turns.append(turn)
@@ -270,7 +271,8 @@ class Ledger:
         if self._alike:
             kept.append(f"requests that both refused alike, no failure: {len(self._alike)}, first {self._alike[0]}")
         if self._left:
-            kept.append(f"requests whose client went away before the answer ended, in no figure: {len(self._left)}")
+            waited = f"{len(self._left)}, after {max(self._left.values()):.1f} s at most"
+            kept.append(f"requests whose client went away before the answer ended, in no figure: {waited}")
         if self._refused:
             kept.append(f"requests that one side refused and the other has not answered: {len(self._refused)}")
         if self._half:
