@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from .dequant import dequant
+from .dequant_iq import grid_table
 from .matrix import QuantMatrix
 from .overlap import after_previous, overlap
 
@@ -27,12 +28,13 @@ def _get_rows(address: tl.int64, ids, tab, out, N, scale, T: tl.constexpr, K: tl
 def get_rows(
     w: QuantMatrix, ids: torch.Tensor, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Rows `ids` (int32 [M], clamped to the matrix) of `w` times `scale`, as `dtype` [M, K]."""
+    """Rows `ids` (int32 [M], clamped to the matrix) of `w` times `scale`, as `dtype` [M, K] on the device of `ids`; `w`
+    may lie in pinned host memory."""
     m = ids.numel()
     out = torch.empty(m, w.k, dtype=dtype, device=ids.device)
     block = min(512, triton.next_power_of_2(w.k))
     _get_rows[(m, triton.cdiv(w.k, block))](
-        w.address, ids, w.grid, out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4, launch_pdl=overlap()
+        w.address, ids, grid_table(w.type, ids.device), out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4, launch_pdl=overlap()
     )
     return out
 

@@ -12,6 +12,7 @@ import torch
 
 from ftgguf.engine.device_memory import DeviceMemory
 from ftgguf.engine.survey import Survey, Taken, aligned
+from ftgguf.experts.pinning import pinned_bytes
 from ftgguf.gguf.header import TensorInfo
 from ftgguf.gguf.reader import GGUFFile
 from ftgguf.gguf.types import TensorType
@@ -148,15 +149,20 @@ class CudaSource(Source):
     """Hands out device weights of blocks [first, last): vectors as float32 tensors, matrices as QuantMatrix, expert
     tensors as ExpertTensor. The bytes arrive with `load()`."""
 
-    def __init__(self, gguf: GGUFFile, memory: DeviceMemory, survey: Survey, first: int, last: int) -> None:
+    def __init__(
+        self, gguf: GGUFFile, memory: DeviceMemory, survey: Survey, first: int, last: int, on_host: Taken | None = None
+    ) -> None:
+        """`on_host`: a matrix whose rows are only looked up, to be kept in pinned memory, which kernels read over the
+        link."""
         super().__init__(gguf)
+        self.on_host = "" if on_host is None else on_host.info.name
         self.memory = memory
         self.device = memory.device
         n_layer = len(survey.model.blocks)
         self.wanted = {t.info.name for t in survey.tensors.values() if first <= t.layer < last}
         outside = survey.outside_tensors(embedding=first == 0, head=last == n_layer)
         self.wanted |= {t.info.name for t in outside}
-        size = sum(_size(t) for t in survey.tensors.values() if t.info.name in self.wanted)
+        size = sum(_size(t) for t in survey.tensors.values() if t.info.name in self.wanted - {self.on_host})
         self.arena = memory.tensor("weights", (max(size, 16),), torch.uint8)
         self.filled = 0
         self.made: dict[str, Any] = {}
@@ -189,7 +195,10 @@ class CudaSource(Source):
 
     def _matrix(self, info: TensorInfo) -> QuantMatrix:
         kind = kernel_type(self.gguf, info)
-        data = self._take(info.nbytes)
+        if info.name == self.on_host:
+            data = pinned_bytes(info.nbytes, self.device)
+        else:
+            data = self._take(info.nbytes)
         self.jobs.append((info, data, None))
         return QuantMatrix(kind, info.shape[1] if len(info.shape) > 1 else 1, info.shape[0], data)
 

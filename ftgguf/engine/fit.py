@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ftgguf.engine.survey import ALIGN, Survey
+from ftgguf.engine.survey import ALIGN, Survey, Taken, aligned
 from ftgguf.flags.config import GPU_LAYERS_ALL, GPU_LAYERS_AUTO, ServerConfig, pad
 from ftgguf.layers.params import Attention, Moe
 from ftgguf.models.config import Numbers
@@ -60,10 +60,14 @@ def kv_bytes(attentions: Sequence[Attention], n_cells: int, type_k: str, type_v:
     return int(n_cells * elements * bits / 8)
 
 
-def workspace_bytes(survey: Survey, max_rows: int) -> int:
+def workspace_bytes(survey: Survey, max_rows: int, *, cached: bool = False) -> int:
     """What passes of up to `max_rows` rows take for their own: hidden states and one block's intermediate rows, twice
     (eager and captured passes keep theirs apart), the logits of 64 rows, the graphs, and the staging of weights.
-    An H200 took 700 MiB for 2048 rows of the Qwen3-30B-A3B shape, for which this says 780."""
+    An H200 took 700 MiB for 2048 rows of the Qwen3-30B-A3B shape, for which this says 780.
+
+    `cached`: wide passes of a model whose experts are in host memory are led by the host, none is captured, and an
+    eighth on top of one pass is for what the allocator cannot use; for that shape 525 MiB, where twice left 280 of
+    4096 MiB unused."""
     model = survey.model
     widest = 0
     for block in model.blocks:
@@ -78,23 +82,34 @@ def workspace_bytes(survey: Survey, max_rows: int) -> int:
             ffn = 14 * int(block.ffn.down.weight.shape[0])
         widest = max(widest, attention, ffn)
     rows = max_rows * (widest + 26 * model.n_embd)
-    return 2 * rows + 2 * 64 * 4 * model.n_vocab + 160 * MIB
+    return (rows + rows // 8 if cached else 2 * rows) + 2 * 64 * 4 * model.n_vocab + 160 * MIB
 
 
-def parts_of(survey: Survey, first: int, n_cells: int, config: ServerConfig, context: int = CONTEXT) -> Parts:
-    """Bytes with blocks [first, n_layer) on the device."""
+def embedding_in_host_memory(survey: Survey, config: ServerConfig) -> Taken | None:
+    """The embedding that a model with experts in host memory leaves there as well, pinned, as llama.cpp leaves it on
+    the CPU: a token reads one row of it over the link (1152 bytes of Q4_K for 2048 columns), and 166 MiB of VRAM hold
+    53 experts more of the Qwen3-30B-A3B shape. None where the head is the same matrix, or pinned memory is bounded."""
+    return survey.lone_embedding() if config.placement.pin_budget is None else None
+
+
+def parts_of(
+    survey: Survey, first: int, n_cells: int, config: ServerConfig, context: int = CONTEXT, *, cached: bool = False
+) -> Parts:
+    """Bytes with blocks [first, n_layer) on the device; `cached`: without experts, which have slots of a cache."""
     n_layer = len(survey.model.blocks)
     layers = range(first, n_layer)
     moe = [i for i in layers if isinstance(survey.model.blocks[i].ffn, Moe)]
     slots = sum(_slot_padding(survey, i) for i in moe)
+    on_host = embedding_in_host_memory(survey, config) if cached and first == 0 else None
     return Parts(
         weights=survey.outside(embedding=first == 0, head=True)
-        + sum(survey.of_layer(i, experts=False) for i in layers),
-        experts=sum(survey.of_layer(i, experts=True) for i in layers) + slots,
+        + sum(survey.of_layer(i, experts=False) for i in layers)
+        - (0 if on_host is None else aligned(on_host.info.nbytes)),
+        experts=0 if cached else sum(survey.of_layer(i, experts=True) for i in layers) + slots,
         kv=kv_bytes(
             [survey.model.blocks[i].attention for i in layers], n_cells, config.context.type_k, config.context.type_v
         ),
-        workspace=workspace_bytes(survey, min(config.context.n_ubatch, config.context.n_batch)),
+        workspace=workspace_bytes(survey, min(config.context.n_ubatch, config.context.n_batch), cached=cached),
         context=context,
     )
 

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ftgguf.engine")
 
-WORKSPACE_SHARE = 8
-"""A prompt's wide passes may take this part of the budget for their workspace."""
+WORKSPACE_SHARE = 6
+"""A prompt's wide passes may take this part of the budget for their workspace: 525 MiB for 2048 rows of the
+Qwen3-30B-A3B shape, so that 4 GB has them; 512 rows would read each expert over the link four times as often."""
 SHORT_ROWS = (16, 32, 64)
 """Prompts of so many rows run as decode's do, in a graph: a pass that the host leads takes 4 ms a layer of 128 experts
 (16 rows, an H200), of which the link and the CPU need less than 2."""
@@ -67,7 +68,7 @@ def plan_prompts(
     c = config.context
     if plan is None or "context.n_ubatch" in config.given or c.n_ubatch >= c.n_batch:
         return plan, config
-    if workspace_bytes(survey, c.n_batch) > budget // WORKSPACE_SHARE:
+    if workspace_bytes(survey, c.n_batch, cached=True) > budget // WORKSPACE_SHARE:
         return plan, config
     wide = replace(config, context=replace(c, n_ubatch=c.n_batch))
     try:
@@ -103,7 +104,7 @@ def plan_cache(
         return None
     shrinks = p.fit and not config.context.size
     while True:
-        parts = replace(parts_of(survey, 0, cells, config, context), experts=0)
+        parts = parts_of(survey, 0, cells, config, context, cached=True)
         left = budget - parts.total - GRAPHS
         # a context nobody asked for leaves half of the room to the experts
         if not shrinks or cells // 2 < pad(p.fit_ctx) or left >= parts.kv:
@@ -123,7 +124,7 @@ def plan_cache(
     start, least = cells, left
     if p.expert_cache is None and p.moe_mode != "cpu" and left < whole.experts:
         start = min(cells, max(pad(p.fit_ctx), pad(cells // 4)))
-        begin = replace(parts_of(survey, 0, start, config, context), experts=0)
+        begin = parts_of(survey, 0, start, config, context, cached=True)
         left, parts = left + parts.kv - begin.kv, begin
     size = min(left, whole.experts + 256 * MIB)
     if p.expert_cache is not None:

@@ -16,7 +16,7 @@ from ftgguf.engine.cuda_weights import CudaSource, Reader
 from ftgguf.engine.device_memory import DeviceMemory, context_overhead
 from ftgguf.engine.devices import Device, free_memory
 from ftgguf.engine.elastic import Elastic
-from ftgguf.engine.fit import MIB, Fit, budget_of, fit
+from ftgguf.engine.fit import MIB, Fit, budget_of, embedding_in_host_memory, fit
 from ftgguf.engine.load_cached import SHORT_ROWS, make_store, plan_prompts
 from ftgguf.engine.segments import Segment, SegmentedExecutor
 from ftgguf.engine.survey import Survey, survey
@@ -152,7 +152,8 @@ def gpu_segment(
     """Blocks [chosen.first, n_layer) on the device, and lines about what is not as asked. `store` None: every expert
     resident."""
     first, last = chosen.first, chosen.n_layer
-    source = CudaSource(gguf, memory, found, first, last)
+    on_host = embedding_in_host_memory(found, config) if store is not None and first == 0 else None
+    source = CudaSource(gguf, memory, found, first, last, on_host)
     model = family(gguf.architecture, str(gguf.path))(source, numbers, config.context)
     kind, notes = kv_kind(config.context.type_k, config.context.type_v, [b.attention for b in model.blocks[first:last]])
     store = ResidentStore(memory) if store is None else store

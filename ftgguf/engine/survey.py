@@ -62,6 +62,13 @@ class Survey:
         """Bytes of the tensors that belong to no block; a tied matrix counts once."""
         return sum(aligned(t.info.nbytes) for t in self.outside_tensors(embedding=embedding, head=head))
 
+    def lone_embedding(self) -> Taken | None:
+        """The embedding's matrix where nothing else reads it; None where the head is tied to it."""
+        for name, taken in self.tensors.items():
+            if self.uses[name] == {Use.EMBEDDING}:
+                return taken
+        return None
+
     def outside_tensors(self, *, embedding: bool, head: bool) -> list[Taken]:
         """Those tensors. RoPE factors and the like count with the blocks, which are never all elsewhere."""
         kept = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import resource
+import weakref
 from pathlib import Path
 
 import torch
@@ -42,3 +43,16 @@ class CudaPinner:
 def cuda_pinner(device: torch.device) -> CudaPinner | None:
     """The pinner of `device`; None without CUDA, where the GPU's kernels run in the interpreter on host memory."""
     return CudaPinner() if device.type == "cuda" else None
+
+
+def pinned_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] in host memory that kernels on `device` read by its address. Registered, as torch's own pinned
+    memory comes in powers of two (256 MiB for 166); torch's where the driver refuses. Raises torch's error then."""
+    pinner = cuda_pinner(device)
+    if pinner is None:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    if pinner.register(data.data_ptr(), nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    weakref.finalize(data, pinner.unregister, data.data_ptr())
+    return data

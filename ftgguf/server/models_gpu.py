@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ftgguf.engine.devices import Device
-from ftgguf.engine.fit import Fit, budget_of, fit, kv_bytes
+from ftgguf.engine.fit import Fit, budget_of, embedding_in_host_memory, fit, kv_bytes
 from ftgguf.engine.load_cached import plan_prompts
 from ftgguf.engine.survey import Survey, aligned
 from ftgguf.flags.config import ServerConfig
@@ -51,6 +51,8 @@ def plan_on_gpu(config: ServerConfig, found: Survey, numbers: Numbers, device: D
     pool = 0
     if cached is not None:  # the bank holds every expert, also those in the cache
         pool = sum(aligned(t.info.nbytes) for t in found.tensors.values() if t.use is Use.EXPERTS)
+        embedding = embedding_in_host_memory(found, config)
+        pool += 0 if embedding is None else aligned(embedding.info.nbytes)
     return OnGpu(device.id, chosen.parts.total, blocks + pool, host_kv, blocks, kv, chosen.n_cells)
 
 

@@ -166,7 +166,8 @@ def load_cached(
     numbers = read_numbers(gguf)
     found = survey(gguf, numbers, ContextConfig())
     memory = DeviceMemory(device, budget)
-    source = CudaSource(gguf, memory, found, 0, len(found.model.blocks))
+    on_host = None if slots is None else found.lone_embedding()
+    source = CudaSource(gguf, memory, found, 0, len(found.model.blocks), on_host)
     model = family(gguf.architecture)(source, numbers, ContextConfig())
     specs = [expert_spec(i, b.ffn.experts) for i, b in enumerate(model.blocks) if isinstance(b.ffn, Moe)]
     store: ExpertStore = ResidentStore(memory)

@@ -16,11 +16,12 @@ from compat.synth import make
 from ftgguf.engine import load_cached
 from ftgguf.engine.fit import MIB, fit, parts_of, workspace_bytes
 from ftgguf.engine.load_cached import plan_cache, plan_prompts
-from ftgguf.engine.survey import Survey, survey
+from ftgguf.engine.survey import Survey, aligned, survey
 from ftgguf.flags.config import ContextConfig, PlacementConfig, ServerConfig
 from ftgguf.flags.special import EXPERTS, layer_overrides
 from ftgguf.gguf.reader import open_gguf
 from ftgguf.models.config import Numbers, read_numbers
+from ftgguf.models.source import Use
 
 CONTEXT = 256 * MIB
 
@@ -45,9 +46,8 @@ def config(**placement: Any) -> ServerConfig:
 
 
 def fixed(found: Survey, c: ServerConfig) -> int:
-    """Bytes of everything but experts."""
-    whole = parts_of(found, 0, 2048, c, CONTEXT)
-    return whole.total - whole.experts
+    """Bytes of everything but experts, as beside a cache."""
+    return parts_of(found, 0, 2048, c, CONTEXT, cached=True).total
 
 
 def test_what_does_not_fit_is_cached_in_what_is_left(
@@ -58,6 +58,8 @@ def test_what_does_not_fit_is_cached_in_what_is_left(
     c = config()
     whole = parts_of(found, 0, 2048, c, CONTEXT)
     assert plan_cache(found, numbers, c, whole.total, CONTEXT) is None
+    # a cache leaves the embedding in host memory and captures no wide pass: it needs less besides
+    assert fixed(found, c) + 6 * MIB < whole.total
     plan = plan_cache(found, numbers, c, fixed(found, c) + 6 * MIB, CONTEXT)
     assert plan is not None
     assert plan.budget == 5 * MIB
@@ -69,18 +71,18 @@ def test_what_does_not_fit_is_cached_in_what_is_left(
 
 def test_prompts_go_in_wide_passes_where_nobody_said_otherwise(model: tuple[Survey, Numbers]) -> None:
     """Each pass reads the experts over the link: 2048 rows (-b) instead of 512. Not where -ub is given, where the
-    workspace would take more than an eighth, where the rest would not fit, or without a cache."""
+    workspace would take more than a sixth, where the rest would not fit, or without a cache."""
     found, numbers = model
     budget = 4096 * MIB
     c = config(moe_mode="offload")
     plan, wide = plan_prompts(found, numbers, c, budget, CONTEXT)
     assert plan is not None
     assert (wide.context.n_ubatch, wide.context.n_batch) == (2048, 2048)
-    assert plan.fit.parts.workspace == workspace_bytes(found, 2048)
+    assert plan.fit.parts.workspace == workspace_bytes(found, 2048, cached=True)
     assert "passes of 2048 rows instead of 512" in plan.fit.lines[-1]
     said = replace(c, given=frozenset({"context.n_ubatch"}))
     assert plan_prompts(found, numbers, said, budget, CONTEXT)[1] is said
-    little = 8 * workspace_bytes(found, 2048) - 1
+    little = 6 * workspace_bytes(found, 2048, cached=True) - 1
     plan, same = plan_prompts(found, numbers, c, little, CONTEXT)
     assert (plan is not None, same is c) == (True, True)
     resident = config()
@@ -151,3 +153,18 @@ def test_a_budget_that_holds_alone_holds_beside_other_programs(
     else:
         assert plan.budget >= min(cache * MIB, parts.experts)
         assert plan.fit.parts.total + load_cached.GRAPHS <= budget
+
+
+def test_the_embedding_stays_in_host_memory_where_nothing_else_reads_it(tmp_path: Path) -> None:
+    """Against the tensor's bytes in the file. Not where the head is tied to it, where pinned memory is bounded, or
+    without a cache."""
+    gguf = open_gguf(make("qwen3moe", tmp_path / "m.gguf", types="Q8_0", n_layer=1, n_expert=8))
+    numbers = read_numbers(gguf)
+    found = survey(gguf, numbers, ContextConfig())
+    size = aligned(gguf.tensors["token_embd.weight"].nbytes)
+    bounded = config(pin_budget=1)
+    for c, off in ((config(), size), (bounded, 0)):
+        whole, beside = (parts_of(found, 0, 2048, c, CONTEXT, cached=cached) for cached in (False, True))
+        assert whole.weights - beside.weights == off
+    tied = replace(found, uses=found.uses | {"token_embd.weight": {Use.EMBEDDING, Use.LINEAR}})
+    assert tied.lone_embedding() is None

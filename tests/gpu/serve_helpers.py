@@ -118,13 +118,14 @@ def prompt(n: int, seed: int | None = None) -> list[int]:
     return found
 
 
-def budget_for(path: Path, cache_mib: int, *flags: str, cells: int = CONTEXT) -> int:
-    """MiB of `--vram-budget` that leave about `cache_mib` for experts, by the product's own sums."""
+def budget_for(path: Path, expert_mib: int, *flags: str, cells: int = CONTEXT, cached: bool = True) -> int:
+    """MiB of `--vram-budget` that leave about `expert_mib` for experts, by the product's own sums. `cached`: for slots
+    of a cache; else for all, resident."""
     gguf = open_gguf(path)
     numbers = read_numbers(gguf)
     config = parse_server(["-m", str(path), *flags], {})
-    parts = parts_of(survey(gguf, numbers, config.context), 0, cells, config)
-    return -(-(parts.total - parts.experts) // MIB) + GRAPHS_MIB + cache_mib
+    parts = parts_of(survey(gguf, numbers, config.context), 0, cells, config, cached=cached)
+    return -(-(parts.total - parts.experts) // MIB) + GRAPHS_MIB + expert_mib
 
 
 # ----------------------------------------------------------------------------------------------------- processes

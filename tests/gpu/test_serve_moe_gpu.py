@@ -318,7 +318,8 @@ def test_the_budget_is_never_exceeded(what: str) -> None:
     with locked("memory"):
         before = device_mib()
         flags: tuple[str, ...] = ("-c", str(CONTEXT), "-np", "4")
-        budget = budget_for(moe(), CACHE if what == "cached" else 400, *flags)
+        cached = what == "cached"
+        budget = budget_for(moe(), CACHE if cached else 400, *flags, cached=cached)
         running = Server(moe(), *flags, "--vram-budget", str(budget), shares=False)
         least = before
         try:
@@ -328,7 +329,7 @@ def test_the_budget_is_never_exceeded(what: str) -> None:
                 least = min(least, device_mib())
             held = before - least
             print(f"budget {budget} MiB, held {held} MiB at most")
-            assert experts(running)["enabled"] is (what == "cached")
+            assert experts(running)["enabled"] is cached
             assert held <= budget + 32, f"the engine holds {held} MiB of a budget of {budget}"
             assert held > budget // 3, "the measurement is wrong"
         finally:
