@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 
 from ftgguf import logs
@@ -20,6 +21,7 @@ from ftgguf.engine import messages as m
 from ftgguf.engine import scripted
 from ftgguf.engine.engine import Engine
 from ftgguf.engine.executor import ExecutorLost
+from ftgguf.engine.gather import Gather
 from ftgguf.engine.link import Link, LinkClosed, die_with_parent
 from ftgguf.engine.memory import GIB, available_memory
 from ftgguf.engine.numa import set_numa
@@ -123,20 +125,27 @@ def full_device(error: BaseException) -> bool:
 def serve(engine: Engine, link: Link) -> int:
     """Step while there is work, sleep when there is none."""
     waiting = Precompiler(engine.toolkit.grammars, link.put_back)
+    gather = Gather(len(engine.scheduler.slots))
     while True:
-        wait = not engine.has_work
+        wait = idle = not engine.has_work
         if wait:
             gc.collect(1)
-        while (message := link.receive(wait)) is not None:
-            wait = False
+        pause = 0.0
+        while (message := link.receive(wait, pause)) is not None:
+            wait, pause = False, 0.0
             if isinstance(message, m.Control) and message.action == "shutdown":
                 link.finish([*engine.drain(), m.Reply(id=message.id, ok=True)])
                 return 0
-            if isinstance(message, m.Generate) and waiting.hold(message):
-                continue
+            if isinstance(message, m.Generate):
+                gather.arrived(time.monotonic(), busy=engine.has_work)
+                if waiting.hold(message):
+                    continue
             if isinstance(message, m.Cancel) and waiting.forget(message.id):
                 continue
             engine.handle(message)
+            if idle:
+                pause = gather.pause(time.monotonic(), engine.metrics.prompt_step_seconds)
+        gather.began()
         try:
             link.send(engine.step())
         except ExecutorLost as error:

@@ -60,12 +60,12 @@ class Link:
         """From now on a closed socket is reported by `receive`; before, it ends the process at once."""
         self._loaded.set()
 
-    def receive(self, wait: bool) -> m.ToEngine | None:
-        """The next message; None when there is none and `wait` is false. Raises LinkClosed."""
+    def receive(self, wait: bool, seconds: float = 0.0) -> m.ToEngine | None:
+        """The next message; None when there is none and `wait` is false, or none in `seconds`. Raises LinkClosed."""
         while True:
             try:
                 if not wait:
-                    message = self._inbox.get_nowait()
+                    message = self._inbox.get(timeout=seconds) if seconds > 0 else self._inbox.get_nowait()
                 elif self._backlog:
                     message = self._inbox.get(timeout=RETRY_S)
                 else:

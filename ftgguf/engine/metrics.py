@@ -44,9 +44,12 @@ class Metrics:
     n_drafts: int = 0
     n_draft_tokens: int = 0
     n_draft_accepted: int = 0
+    prompt_step_seconds: float = 0.0
+    """What the last step with prompt rows took."""
 
     def add_prompt(self, tokens: int, seconds: float) -> None:
         """`tokens` prompt rows were computed in a step of `seconds`."""
+        self.prompt_step_seconds = seconds
         self.prompt.add(tokens, tokens, seconds)
         self.prompt_window.add(tokens, tokens, seconds)
 
