@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Iterable
 
 import msgspec
@@ -41,7 +42,10 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._inbox: queue.SimpleQueue[m.ToEngine | LinkClosed] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[float, m.ToEngine | LinkClosed]] = queue.SimpleQueue()
+        self.at = 0.0
+        """When the message that `receive` returned last arrived, in seconds of `time.monotonic`: perhaps long before,
+        during a step."""
         self._backlog = bytearray()
         self._loaded = threading.Event()
 
@@ -65,11 +69,11 @@ class Link:
         while True:
             try:
                 if not wait:
-                    message = self._inbox.get(timeout=seconds) if seconds > 0 else self._inbox.get_nowait()
+                    self.at, message = self._inbox.get(timeout=seconds) if seconds > 0 else self._inbox.get_nowait()
                 elif self._backlog:
-                    message = self._inbox.get(timeout=RETRY_S)
+                    self.at, message = self._inbox.get(timeout=RETRY_S)
                 else:
-                    message = self._inbox.get()
+                    self.at, message = self._inbox.get()
             except queue.Empty:
                 if not wait:
                     return None
@@ -81,12 +85,13 @@ class Link:
 
     def put_back(self, message: m.ToEngine) -> None:
         """Have `receive` return `message` (again). For any thread."""
-        self._inbox.put(message)
+        self._inbox.put((time.monotonic(), message))
 
     def _read(self) -> None:
         try:
             while True:
-                self._inbox.put(m.decode_to_engine(self._frame()))
+                message = m.decode_to_engine(self._frame())
+                self._inbox.put((time.monotonic(), message))
         except LinkClosed as error:
             closed = error
         except msgspec.DecodeError as error:
@@ -96,7 +101,7 @@ class Link:
             closed = LinkClosed(str(error))
         if not self._loaded.is_set():
             os._exit(1)
-        self._inbox.put(closed)
+        self._inbox.put((time.monotonic(), closed))
         timer = threading.Timer(LEAVE_S, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
