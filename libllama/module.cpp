@@ -196,6 +196,7 @@ void bind_sampler(nb::module_ &m) {
         .def("reset", [](PyChain &p) { p.chain->reset(); })
         .def("candidates", [](PyChain &p, std::size_t limit) { return p.chain->candidates(limit); }, "limit"_a)
         .def_prop_ro("chosen_probability", [](const PyChain &p) { return p.chain->chosen_probability(); })
+        .def_prop_ro("n_considered", [](const PyChain &p) { return p.chain->n_considered(); })
         .def_prop_ro("n_candidates", [](const PyChain &p) { return p.chain->n_candidates(); })
         .def_prop_ro("seed", [](const PyChain &p) { return p.chain->seed(); })
         .def_prop_ro("names", [](const PyChain &p) { return p.chain->names(); });

@@ -22,6 +22,7 @@ constexpr std::size_t MAX_INFILL = 4096;       // infill compares all pairs of c
 constexpr std::size_t MAX_DRY_CACHE = 8;
 constexpr std::size_t MAX_MODIFIED = 1024;     // tokens that bias and penalties may change on the short way
 constexpr std::size_t MAX_SHORT_K = 512;
+constexpr std::size_t MAX_HEAP_K = 128;        // up to here libllama's top_k is std::partial_sort, beyond it sorts buckets
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 void require(bool ok, const std::string &message) {
@@ -148,14 +149,12 @@ void SamplerChain::build(const ChainParams &p) {
     std::int32_t n_suppressed = 0;
     const Token *suppressed = llama_vocab_get_suppress_tokens(vocab_->get(), &n_suppressed);
     for (std::int32_t i = 0; i < n_suppressed; ++i) biases.push_back({suppressed[i], -INF});
+    forbid_once(biases);
     if (!biases.empty()) {
         add(llama_sampler_init_logit_bias(vocab_->size(), std::int32_t(biases.size()), biases.data()));
     }
     std::vector<Token> biased;
-    for (const auto &bias : biases) {
-        biased.push_back(bias.token);
-        if (bias.bias == -INF) forbidden_.push_back(bias.token);
-    }
+    for (const auto &bias : biases) biased.push_back(bias.token);
     plan(p, std::move(biased));
     if (p.mirostat != 0) {
         add(llama_sampler_init_temp(p.temperature));
@@ -168,6 +167,21 @@ void SamplerChain::build(const ChainParams &p) {
     for (const auto &name : p.samplers) add_named(name, p, adaptive);
     add(adaptive ? llama_sampler_init_adaptive_p(p.adaptive_target, p.adaptive_decay, p.seed)
                  : llama_sampler_init_dist(p.seed));
+}
+
+// Fills forbidden_, and leaves one bias of minus infinity for each of its tokens, whatever else was to be added to them:
+// `ignore_eos` comes as a flag and as biases, and a token that is biased twice bars the short way.
+void SamplerChain::forbid_once(std::vector<llama_logit_bias> &biases) {
+    for (const auto &bias : biases) {
+        if (bias.bias == -INF) forbidden_.push_back(bias.token);
+    }
+    std::sort(forbidden_.begin(), forbidden_.end());
+    forbidden_.erase(std::unique(forbidden_.begin(), forbidden_.end()), forbidden_.end());
+    const auto gone = [&](const llama_logit_bias &bias) {
+        return std::binary_search(forbidden_.begin(), forbidden_.end(), bias.token);
+    };
+    biases.erase(std::remove_if(biases.begin(), biases.end(), gone), biases.end());
+    for (const Token id : forbidden_) biases.push_back({id, -INF});
 }
 
 void SamplerChain::add_named(const std::string &name, const ChainParams &p, bool &adaptive) {
@@ -233,8 +247,8 @@ void SamplerChain::plan(const ChainParams &p, std::vector<Token> biased) {
 }
 
 // Fills all_ with the candidates that top_k can keep, if that is certain: of the tokens that nothing changes the best
-// k, and every token that something may change. Equal logits at the border or inside would be ordered by chance, so
-// then the answer is no.
+// k, and every token that something may change. Equal logits at the border or inside are ordered by how the sort came
+// across them, which a shorter list would change: for them see `shortlist_with_ties`.
 bool SamplerChain::shortlist(const float *logits, std::size_t n) {
     if (shortcut_.k == 0) return false;
     std::vector<Token> changed = shortcut_.biased;
@@ -263,7 +277,25 @@ bool SamplerChain::shortlist(const float *logits, std::size_t n) {
     }
     const auto front = values.begin() + std::ptrdiff_t(std::min(values.size(), want));
     std::partial_sort(values.begin(), front, values.end(), std::greater<float>());
-    if (std::adjacent_find(values.begin(), front) != front) return false;
+    if (std::adjacent_find(values.begin(), front) == front) return true;
+    return shortlist_with_ties(logits, n, found, changed);
+}
+
+// The same where logits are equal: what std::partial_sort does depends on the first k candidates, which its heap begins
+// with, and on those that are larger than the heap's smallest when their turn comes; all others leave no trace. So a
+// list of these in their order ends as the whole vocabulary does, equal logits and all. What bias and penalties make of
+// the `changed` tokens (sorted) is not known here: they are all taken, and raise the bar for nobody.
+bool SamplerChain::shortlist_with_ties(const float *logits, std::size_t n, const Scan &found,
+                                       const std::vector<Token> &changed) {
+    const std::size_t k = shortcut_.k;
+    if (k > MAX_HEAP_K) return false;
+    std::vector<Token> ids = changed;
+    for (std::size_t i = 0; i < k; ++i) ids.push_back(Token(i));
+    if (!collect_rising(logits, n, found, k, changed, n / 8, ids)) return false;
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    all_.clear();
+    for (const Token id : ids) all_.push_back({id, logits[id], 0.0f});
     return true;
 }
 
@@ -289,7 +321,7 @@ Token SamplerChain::sample(const float *logits, const std::int32_t *ids, std::si
 bool SamplerChain::forbidden(Token id, const float *logits, const std::int32_t *ids, std::size_t n,
                              const std::uint32_t *mask) const {
     if (mask != nullptr && (mask[id >> 5] >> (id & 31) & 1) == 0) return true;
-    if (std::find(forbidden_.begin(), forbidden_.end(), id) != forbidden_.end()) return true;
+    if (std::binary_search(forbidden_.begin(), forbidden_.end(), id)) return true;
     const auto at = ids == nullptr ? std::ptrdiff_t(id) : std::find(ids, ids + n, id) - ids;
     return logits[at] == -INF;
 }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "scan.hpp"
 #include "vocab.hpp"
 
 namespace ftgguf {
@@ -56,6 +57,8 @@ class SamplerChain {
     std::vector<std::pair<Token, float>> candidates(std::size_t limit);
     float chosen_probability() const { return chosen_p_; }
     std::size_t n_candidates() const { return size_; }
+    // What the last sample ran the chain over: the whole vocabulary, or a shortlist.
+    std::size_t n_considered() const { return all_.size(); }
 
     std::uint32_t seed() const;
     std::vector<std::string> names() const;
@@ -72,17 +75,19 @@ class SamplerChain {
     void add(llama_sampler *sampler);
     void plan(const ChainParams &params, std::vector<Token> biased);
     bool shortlist(const float *logits, std::size_t n);
+    bool shortlist_with_ties(const float *logits, std::size_t n, const Scan &found, const std::vector<Token> &changed);
     void fill(const float *logits, const std::int32_t *ids, std::size_t n, const std::uint32_t *mask);
     // Whether logits, mask or logit_bias rule `id` out before any sampler runs; the arguments are sample's.
     bool forbidden(Token id, const float *logits, const std::int32_t *ids, std::size_t n,
                    const std::uint32_t *mask) const;
     void build(const ChainParams &params);
+    void forbid_once(std::vector<llama_logit_bias> &biases);
     void add_named(const std::string &name, const ChainParams &params, bool &adaptive);
 
     std::shared_ptr<const Vocab> vocab_;
     llama_sampler *chain_ = nullptr;
     Shortcut shortcut_;
-    std::vector<Token> forbidden_;  // by a logit_bias of minus infinity
+    std::vector<Token> forbidden_;  // by a logit_bias of minus infinity; sorted
     std::vector<Token> history_;  // a ring of the last `window` accepted tokens
     std::size_t accepted_ = 0;
     std::vector<llama_token_data> all_;

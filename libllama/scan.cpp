@@ -74,6 +74,17 @@ FTGGUF_WIDE double block_sums(const float *logits, std::size_t blocks, float bes
     return sum;
 }
 
+// Whether any of SCAN_BLOCK logits is larger than `bound`.
+FTGGUF_WIDE bool any_above(const float *logits, float bound) {
+    Ints above = {};
+    for (std::size_t i = 0; i < SCAN_BLOCK; i += LANES) above |= FTGGUF_LOAD(logits + i) > bound;
+    std::uint64_t parts[LANES / 2];
+    std::memcpy(parts, &above, sizeof parts);
+    std::uint64_t any = 0;
+    for (const std::uint64_t part : parts) any |= part;
+    return any != 0;
+}
+
 }  // namespace
 
 Scan scan(const float *logits, std::size_t n) {
@@ -113,6 +124,38 @@ void collect(const float *logits, std::size_t n, const Scan &scan, float bound,
             if (logits[i] >= bound) out.emplace_back(logits[i], std::int32_t(i));
         }
     }
+}
+
+bool collect_rising(const float *logits, std::size_t n, const Scan &scan, std::size_t k,
+                    const std::vector<std::int32_t> &skip, std::size_t limit, std::vector<std::int32_t> &out) {
+    std::vector<float> heap;  // the k largest so far, the smallest in front
+    heap.reserve(k + 1);
+    const std::size_t most = out.size() + limit;
+    float bound = -INF;
+    for (std::size_t chunk = 0; chunk < n; chunk += CHUNK) {
+        const bool whole = n - chunk >= CHUNK;
+        const float *maxima = scan.block_max.data() + chunk / SCAN_BLOCK;
+        if (whole && !(*std::max_element(maxima, maxima + LANES) > bound)) continue;
+        const std::size_t end = std::min(n, chunk + CHUNK);
+        for (std::size_t block = chunk; block < end; block += SCAN_BLOCK) {
+            const std::size_t stop = std::min(end, block + SCAN_BLOCK);
+            if (stop - block == SCAN_BLOCK && !any_above(logits + block, bound)) continue;
+            for (std::size_t i = block; i < stop; ++i) {
+                if (!(logits[i] > bound)) continue;
+                if (std::binary_search(skip.begin(), skip.end(), std::int32_t(i))) continue;
+                if (out.size() == most) return false;
+                out.push_back(std::int32_t(i));
+                heap.push_back(logits[i]);
+                std::push_heap(heap.begin(), heap.end(), std::greater<float>());
+                if (heap.size() > k) {
+                    std::pop_heap(heap.begin(), heap.end(), std::greater<float>());
+                    heap.pop_back();
+                }
+                if (heap.size() == k) bound = heap.front();
+            }
+        }
+    }
+    return true;
 }
 
 double sum_exp(const float *logits, std::size_t n, float best) {

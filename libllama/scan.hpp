@@ -26,6 +26,11 @@ float bound_for(const Scan &scan, std::size_t want);
 void collect(const float *logits, std::size_t n, const Scan &scan, float bound,
              std::vector<std::pair<float, std::int32_t>> &out);
 
+// Appends the ids, rising, of every logit that is larger than the `k`-th largest before it. Those of `skip` (sorted) are
+// passed over: neither appended nor counted. False, with `out` unfinished, where it would grow by more than `limit`.
+bool collect_rising(const float *logits, std::size_t n, const Scan &scan, std::size_t k,
+                    const std::vector<std::int32_t> &skip, std::size_t limit, std::vector<std::int32_t> &out);
+
 // Sum of exp(logit - best).
 double sum_exp(const float *logits, std::size_t n, float best);
 

@@ -154,8 +154,21 @@ std::vector<std::string> Vocab::pieces(bool special) const {
 }
 
 std::string Vocab::join_pieces(const std::vector<Token> &ids, bool special) const {
+    constexpr std::size_t ROOM = 64;  // most pieces are shorter, and are written where they belong at once
     std::string text;
-    for (const Token id : ids) text += piece(id, special);
+    std::size_t used = 0;
+    for (const Token id : ids) {
+        check(id);
+        if (text.size() - used < ROOM) text.resize(2 * text.size() + ROOM * 16);
+        const std::int32_t n = llama_token_to_piece(vocab_, id, text.data() + used, std::int32_t(ROOM), 0, special);
+        if (n >= 0) {
+            used += std::size_t(n);
+            continue;
+        }
+        text.replace(used, std::string::npos, piece(id, special));
+        used = text.size();
+    }
+    text.resize(used);
     return text;
 }
 

@@ -48,6 +48,28 @@ def test_special_ids_of_gpt2() -> None:
     assert v.eog_ids == {50256}
 
 
+@pytest.mark.parametrize("name", ["gpt-2", "phi-3", "stories"])
+@pytest.mark.parametrize("special", [True, False])
+def test_detokenize_joins_the_pieces(name: str, special: bool) -> None:
+    """Oracle: the pieces one by one, of every id of the vocabulary in some order, and of few and none."""
+    v = vocab(name)
+    ids = np.random.default_rng(5).permutation(v.n_vocab).tolist()
+    for some in (ids, ids[:1], ids[:70], [], [i for i in ids if len(v.piece(i, special)) > 40] * 9):
+        assert v.detokenize(tuple(some), special) == b"".join(v.piece(i, special) for i in some)
+    for wrong in (-1, v.n_vocab):
+        with pytest.raises(IndexError):
+            v.detokenize([1, wrong, 2], special)
+
+
+def test_detokenize_takes_long_pieces() -> None:
+    """One with more bytes than are set aside for a piece, at the start, in the middle and at the end."""
+    v = vocab("gpt-2")
+    longest = max(range(v.n_vocab), key=lambda i: len(v.piece(i, True)))
+    assert len(v.piece(longest, True)) > 64
+    for ids in ([longest] * 40, [5, longest, 5], [longest, 5, longest]):
+        assert v.detokenize(ids, True) == b"".join(v.piece(i, True) for i in ids)
+
+
 def test_add_and_parse_special() -> None:
     """Against libllama's documented flags: BOS only with add_special, a control token's text is one id only with
     parse_special."""

@@ -124,6 +124,7 @@ def full_device(error: BaseException) -> bool:
 
 def serve(engine: Engine, link: Link) -> int:
     """Step while there is work, sleep when there is none."""
+    engine.send_now = link.send
     waiting = Precompiler(engine.toolkit.grammars, link.put_back)
     gather = Gather(len(engine.scheduler.slots))
     while True:

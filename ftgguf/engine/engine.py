@@ -62,6 +62,9 @@ class Engine:
         self.info: dict[str, Any] = {}
         self.embeddings: Embeddings | None = None
         """None where the executor has no states to pool."""
+        self.send_now: Callable[[list[m.ToFront]], None] | None = None
+        """Takes messages in the middle of a step: where set, a first token and an end do not wait for what the engine
+        does for its own order."""
         self.metrics = Metrics()
         snapshots = SnapshotBudget(config.snapshot_bytes, _no_snapshots) if executor.recurrent else None
         self.cache = KvCache(executor, snapshots)
@@ -120,7 +123,7 @@ class Engine:
     def _check(self, request: m.Generate) -> None:
         if request.embed and self.embeddings is None:
             raise RequestError(501, "not_supported_error", "this model computes no embeddings")
-        n, n_ctx = len(request.prompt), self.scheduler.n_ctx
+        n, n_ctx = len(request.prompt) or len(request.packed) // 4, self.scheduler.n_ctx
         if n == 0:
             raise RequestError(400, "invalid_request_error", "the prompt holds no tokens")
         if n >= n_ctx:
@@ -217,8 +220,15 @@ class Engine:
                 continue
             sequence.n_past += n
             if sequence.state == State.PREFILL and self._advance_prompt(sequence, now):
-                self._sample(sequence, values[row])
+                self._sample_first(sequence, values[row])
                 row += 1
+
+    def _sample_first(self, sequence: Sequence, logits: F32) -> None:
+        """The prompt is evaluated: the first token goes out, then the prompt is kept for others."""
+        self._sample(sequence, logits)
+        if sequence.state == State.DECODE:  # else it left, and what it evaluated was kept then
+            self._hurry()
+            self.cache.keep(sequence)
 
     def _verify(self, sequence: Sequence, logits: F32) -> None:
         """Sample behind the next token, and on through its draft as long as what was drafted is chosen."""
@@ -268,7 +278,6 @@ class Engine:
         if sequence.n_past < sequence.n_tokens:
             return False
         sequence.state = State.DECODE
-        self.cache.keep(sequence)
         if sequence.limit == 0:
             self._outputs[sequence.id].stop_type = "limit"
             self._finish(sequence)
@@ -348,7 +357,12 @@ class Engine:
                 seed=sequence.sampler.seed,
             )
         )
+        self._hurry()
         self._leave(sequence, keep=True)
+
+    def _hurry(self) -> None:
+        if self.send_now is not None:
+            self.send_now(self.drain())
 
     def _embedded(self, sequence: Sequence) -> None:
         """The whole prompt was evaluated: pool it, or fail this request only."""

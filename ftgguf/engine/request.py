@@ -139,7 +139,8 @@ class Sequence:
     )
 
     def __init__(self, request: Generate, arrival: int, n_predict: int, pooler: StatePooler | None = None) -> None:
-        n = len(request.prompt)
+        prompt = request.tokens
+        n = len(prompt)
         self.pooler = pooler
         """Of an `embed` request."""
         self.adapters = used_adapters(request.adapters)
@@ -154,7 +155,7 @@ class Sequence:
         self.limit = request.max_tokens if request.max_tokens != -1 else n_predict
         """Tokens to generate; -1: no limit."""
         self.tokens: I32 = np.empty(n + 64, dtype=np.int32)
-        self.tokens[:n] = np.fromiter(request.prompt, dtype=np.int32, count=n)
+        self.tokens[:n] = prompt
         self.n_prompt = self.n_tokens = n
         self.n_past = 0
         self.cached = 0

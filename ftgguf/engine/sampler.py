@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 import ftgguf._libllama as _libllama
 from ftgguf.engine.budget import ReasoningBudget
@@ -14,7 +15,7 @@ from ftgguf.engine.grammar import Constraint, GrammarCompiler
 from ftgguf.engine.grammar_source import GrammarError
 from ftgguf.engine.messages import Reasoning, SamplingParams, TokenProb, TokenProbs
 from ftgguf.gguf import GGUFFile
-from ftgguf.nouns import F32
+from ftgguf.nouns import F32, I32
 from ftgguf.vocab import Vocab
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,8 @@ def sampling_defaults(gguf: GGUFFile) -> dict[str, Any]:
 class Sampler:
     """One request's sampler. Not thread-safe.
 
-    `prompt` (all of the prompt's token ids) is what penalties and DRY see before the first generated token.
+    `prompt` (all of the prompt's token ids) is what penalties and DRY see before the first generated token, as far as
+    their windows reach back.
     SamplingError for settings that the samplers or the grammar cannot take, in llama-server's words where it has some.
     """
 
@@ -107,7 +109,7 @@ class Sampler:
         self,
         params: SamplingParams,
         vocab: Vocab,
-        prompt: Sequence[int] = (),
+        prompt: Sequence[int] | I32 = (),
         grammars: GrammarCompiler | None = None,
         *,
         special: bool = False,
@@ -121,9 +123,10 @@ class Sampler:
         if params.ignore_eos:
             biases += [(token, float("-inf")) for token in sorted(vocab.eog_ids)]
         try:
-            settings = _Settings(params, tuple(biases))
+            settings = replace(params, logit_bias=tuple(biases), samplers=sampler_names(params.samplers))
             self._chain = _libllama.SamplerChain(vocab.native, settings)
-            self._chain.accept_all(list(prompt))
+            window = max(params.repeat_last_n, params.dry_penalty_last_n)  # no other sampler looks back
+            self._chain.accept_all(np.asarray(prompt[-window:]).tolist() if window else [])
             if params.grammar is not None:
                 self._constraint = (grammars or GrammarCompiler(vocab)).compile(params.grammar)
             if reasoning is not None:
@@ -198,15 +201,3 @@ class Sampler:
 
     def _prob(self, token: int, value: float) -> TokenProb:
         return TokenProb(token, self._vocab.piece(token, self._special), value)
-
-
-class _Settings:
-    """SamplingParams as the C++ chain reads them: by attribute, with the names made canonical."""
-
-    def __init__(self, params: SamplingParams, logit_bias: tuple[tuple[int, float], ...]) -> None:
-        self._params = params
-        self.logit_bias = logit_bias
-        self.samplers = sampler_names(params.samplers)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._params, name)

@@ -32,7 +32,7 @@ def toolkit_of(vocab: Vocab, special: bool = False) -> Toolkit:
     grammars = GrammarCompiler(vocab)
 
     def sampler(request: Generate) -> TokenSampler:
-        return Sampler(request.sampling, vocab, request.prompt, grammars, special=special, reasoning=request.reasoning)
+        return Sampler(request.sampling, vocab, request.tokens, grammars, special=special, reasoning=request.reasoning)
 
     def decoder(request: Generate) -> TextDecoder:
         return Detokenizer(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -119,9 +121,19 @@ def build_app(state: ServerState, extras: Extras = NO_EXTRAS) -> ASGIApp:
     return Gate(app, state.config.http, state.engine)
 
 
+class _Route(APIRoute):
+    """Our handlers take the request and give the response: there is nothing that FastAPI has to read, check or
+    convert for them, which would cost a quarter of a millisecond."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
+        return handler
+
+
 def model_app(state: ServerState, extras: Extras, names: tuple[str, ...]) -> FastAPI:
     """The routes that one model answers; `names` are those that Ollama's API may call it by."""
     app = FastAPI(title="ftgguf", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = _Route
     app.state.server = state
     app.state.ollama = ollama.Served(names, extras)
     prefix = state.config.http.api_prefix

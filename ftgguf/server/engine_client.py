@@ -25,6 +25,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from msgspec.structs import replace
+
 from ftgguf.engine import messages as m
 from ftgguf.server.errors import ApiError, server_error, unavailable
 from ftgguf.server.frames import FrameLink
@@ -340,7 +342,7 @@ class EngineClient:
         stream = RequestStream(self, requests)
         for request in requests:
             self._streams[request.id] = stream
-            self._send_frame(m.encode(request))
+            self._send_frame(m.encode(replace(request, prompt=()) if request.packed else request))
         return stream
 
     async def generate(self, request: m.Generate) -> AsyncIterator[Reply]:

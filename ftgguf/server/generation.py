@@ -8,16 +8,19 @@ plain HTTP error (later ones become an event, then the stream ends).
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ftgguf.chat.reasoning import thinking_is_open
 from ftgguf.engine import messages as m
+from ftgguf.nouns import I32
 from ftgguf.server.engine_client import Reply, RequestStream
 from ftgguf.server.errors import ApiError, server_error
 from ftgguf.server.params import RequestParams
@@ -112,15 +115,18 @@ def make_sequences(state: ServerState, prompts: list[list[int]], params: Request
     for prompt in prompts:
         if not prompt:
             raise ApiError('"prompt" must not be empty')
-        check_prompt(state.vocab, prompt, n_ctx)
-        anchors = turn_ends(prompt, state.vocab.eog_ids)
+        ids = np.array(prompt, "<i4")
+        check_prompt(state.vocab, ids, n_ctx)
+        anchors = turn_ends(ids, state.vocab.eog_ids)
+        tokens, packed = tuple(prompt), ids.tobytes()
         for copy in range(params.n_cmpl):
             sampling = dict(params.sampling)
             if copy and sampling["seed"] != m.RANDOM_SEED:
                 sampling["seed"] = (sampling["seed"] + copy) & 0xFFFFFFFF
             request = m.Generate(
                 id=state.engine.new_id(),
-                prompt=tuple(prompt),
+                prompt=tokens,
+                packed=packed,
                 sampling=m.SamplingParams(**sampling, grammar=params.grammar),
                 max_tokens=params.n_predict,
                 stop=tuple(params.stop),
@@ -159,13 +165,16 @@ def reasoning_bound(state: ServerState, params: RequestParams) -> m.Reasoning | 
     )
 
 
-def turn_ends(prompt: list[int], eog: frozenset[int]) -> tuple[int, ...]:
+def turn_ends(prompt: list[int] | I32, eog: frozenset[int]) -> tuple[int, ...]:
     """Prompt lengths right after each end-of-turn token: where later requests are likely to part from this one.
 
     The first of them (the end of the system text) and the last `MAX_ANCHORS`; none where a template marks no turn ends.
     """
-    ends = [index + 1 for index, token in enumerate(prompt) if token in eog]
-    ends = [end for end in ends if end < len(prompt)]
+    body = np.asarray(prompt, np.int32)[:-1]
+    marked = np.zeros(len(body), np.bool_)
+    for token in eog:
+        marked |= body == token
+    ends: list[int] = (np.flatnonzero(marked) + 1).tolist()
     return tuple(ends if len(ends) <= MAX_ANCHORS else [ends[0], *ends[-MAX_ANCHORS:]])
 
 
@@ -212,10 +221,14 @@ async def _events(
 ) -> AsyncIterator[bytes]:
     async with stream:
         try:
-            yield _encode(first, by_id, shape)
+            for piece in _encode(first, by_id, shape):
+                yield piece
             while stream.running:
                 batch = await stream.next(interval)
-                yield _encode(batch, by_id, shape) if batch else shape.ping
+                if not batch:
+                    yield shape.ping
+                for piece in _encode(batch, by_id, shape):
+                    yield piece
             yield shape.end()
         except ApiError as error:
             yield shape.error(error)
@@ -224,10 +237,16 @@ async def _events(
             raise
 
 
-def _encode(batch: list[Any], by_id: dict[int, Sequence], shape: Format) -> bytes:
+def _encode(batch: list[Any], by_id: dict[int, Sequence], shape: Format) -> Iterator[bytes]:
+    """The events of `batch`; what comes before an end goes out before that is made: it may hold the whole prompt."""
     out: list[bytes] = []
     for message in batch:
         sequence = by_id[message.id]
+        if isinstance(message, m.Finished):
+            if any(out):
+                yield b"".join(out)
+                os.sched_yield()  # the reader may wait for this very CPU
+            out = []
         sequence.take(message)
         if isinstance(message, m.Delta):
             out.append(shape.delta(sequence, message))
@@ -237,7 +256,7 @@ def _encode(batch: list[Any], by_id: dict[int, Sequence], shape: Format) -> byte
             out.append(shape.progress(sequence, message))
         elif isinstance(message, m.Started):
             out.append(shape.started(sequence))
-    return b"".join(out)
+    yield b"".join(out)
 
 
 # ------------------------------------------------------------------------------------------- shared parts

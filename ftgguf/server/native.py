@@ -21,7 +21,7 @@ from ftgguf.server.generation import (
     timings_json,
 )
 from ftgguf.server.params import RequestParams
-from ftgguf.server.prompts import tokenize_mixed, tokenize_prompts
+from ftgguf.server.prompts import plain_ids, tokenize_mixed, tokenize_prompts
 from ftgguf.server.schema import evaluate
 from ftgguf.server.state import BUILD_INFO, ServerState, state_of
 from ftgguf.server.wire import as_int, as_list, as_object, lenient
@@ -162,13 +162,14 @@ async def post_detokenize(request: Request) -> Response:
 
     def work() -> str:
         try:
-            ids = [as_int(id) for id in as_list(body["tokens"])]
+            ids = plain_ids(body["tokens"]) or [as_int(id) for id in as_list(body["tokens"])]
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
-        for id in ids:
-            if not 0 <= id < state.vocab.n_vocab:
-                # llama-server answers 500 with its container's range error; a wrong id is the client's fault
-                raise InvalidRequest(f"token {id} is not in the vocabulary of {state.vocab.n_vocab} tokens")
+        n_vocab = state.vocab.n_vocab
+        if ids and (min(ids) < 0 or max(ids) >= n_vocab):
+            wrong = next(id for id in ids if not 0 <= id < n_vocab)
+            # llama-server answers 500 with its container's range error; a wrong id is the client's fault
+            raise InvalidRequest(f"token {wrong} is not in the vocabulary of {n_vocab} tokens")
         return state.vocab.detokenize(ids, special=True).decode("utf-8", "replace")
 
     return json_response({"content": await state.run(size, work)})

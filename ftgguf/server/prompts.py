@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+import numpy as np
+
+from ftgguf.nouns import I32
 from ftgguf.server.errors import InvalidRequest, exceeds_context
 from ftgguf.server.schema import Vocabulary
 from ftgguf.server.wire import as_int, as_str
@@ -19,6 +23,7 @@ BAD_PROMPT = (
     "mixed strings & tokens."
 )
 
+_Ids = list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]
 _FIELD = re.compile(r"\{(query|document)\}")
 
 
@@ -26,10 +31,27 @@ def _is_id(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def plain_ids(value: Any) -> list[int] | None:
+    """`value` as a new list, where it is a list of 32-bit integers and nothing else; else None.
+
+    Long prompts come as ids, and each of several thousand costs when it is looked at in Python.
+    """
+    if not isinstance(value, list) or not value or not _is_id(value[0]):
+        return None
+    try:
+        ids: list[int] = msgspec.convert(value, _Ids)
+    except msgspec.ValidationError:
+        return None
+    return ids
+
+
 def tokenize_mixed(vocab: Vocabulary, value: Any, add_special: bool, parse_special: bool) -> list[int]:
     """Ids of a string or of a list of strings and ids; raises `WrongType` in llama-server's words for anything else."""
     if not isinstance(value, list):
         return vocab.tokenize(as_str(value), add_special=add_special, parse_special=parse_special)
+    plain = plain_ids(value)
+    if plain is not None:
+        return plain
     ids: list[int] = []
     for index, item in enumerate(value):
         if isinstance(item, str):
@@ -42,6 +64,9 @@ def tokenize_mixed(vocab: Vocabulary, value: Any, add_special: bool, parse_speci
 def _tokenize_one(vocab: Vocabulary, prompt: Any, add_special: bool) -> list[int]:
     if isinstance(prompt, str):
         return tokenize_mixed(vocab, prompt, add_special, True)
+    plain = plain_ids(prompt)
+    if plain is not None:
+        return plain
     if isinstance(prompt, list) and all(_is_id(item) for item in prompt):
         return [as_int(item) for item in prompt]
     if isinstance(prompt, list) and any(_is_id(x) for x in prompt) and any(isinstance(x, str) for x in prompt):
@@ -55,6 +80,9 @@ def _tokenize_one(vocab: Vocabulary, prompt: Any, add_special: bool) -> list[int
 
 def tokenize_prompts(vocab: Vocabulary, prompt: Any, add_special: bool = True) -> list[list[int]]:
     """The prompts of a request body's `prompt`, each a list of ids (not checked yet, see `check_prompt`)."""
+    plain = plain_ids(prompt)
+    if plain is not None:
+        return [plain]
     try:
         if isinstance(prompt, list) and not any(_is_id(item) for item in prompt):
             prompts = [_tokenize_one(vocab, item, add_special) for item in prompt]
@@ -67,10 +95,10 @@ def tokenize_prompts(vocab: Vocabulary, prompt: Any, add_special: bool = True) -
     return prompts
 
 
-def check_prompt(vocab: Vocabulary, ids: list[int], n_ctx: int) -> None:
+def check_prompt(vocab: Vocabulary, ids: list[int] | I32, n_ctx: int) -> None:
     """Refuse ids outside the vocabulary and prompts that leave no room in the context."""
-    n_tokens = vocab.n_vocab
-    if ids and (min(ids) < 0 or max(ids) >= n_tokens):
+    found = np.asarray(ids, np.int32)
+    if len(found) and (found.min() < 0 or found.max() >= vocab.n_vocab):
         raise InvalidRequest("Prompt contains invalid tokens")
     if len(ids) >= n_ctx:
         raise exceeds_context(len(ids), n_ctx)

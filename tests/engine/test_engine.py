@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_support import (
     EOG,
@@ -22,7 +23,7 @@ from engine_support import (
 
 from ftgguf.engine.config import EngineConfig
 from ftgguf.engine.executor import Executor, ExecutorLost
-from ftgguf.engine.messages import Control, Delta, Finished
+from ftgguf.engine.messages import Control, Delta, Finished, Generate, SamplingParams
 from ftgguf.nouns import PAGE
 
 LONG = [5] * 10
@@ -443,3 +444,60 @@ def test_request_ids_are_unique() -> None:
     engine.submit(generate(1, LONG, max_tokens=2))
     with pytest.raises(ValueError, match="in use"):
         engine.submit(generate(1, LONG, max_tokens=2))
+
+
+def test_messages_sent_within_a_step_are_the_same_messages() -> None:
+    """With `send_now`, first tokens and ends leave before the engine's own work on the tree; nothing is said twice, in
+    another order, or not at all, and as much is kept for later requests."""
+    requests = [generate(i, [*LONG, 7, i], max_tokens=n) for i, n in enumerate((1, 2, 9, 40, 0), start=1)]
+    again = [generate(i + 10, [*LONG, 7, i, 3], max_tokens=2) for i in range(1, 6)]
+
+    def run(early: bool) -> tuple[dict[int, Any], list[int]]:
+        engine, executor = make_engine()
+        collector, sent = Collector(), list[int]()
+
+        def take(messages: list[Any]) -> None:
+            sent.append(len(messages))
+            collector.take(messages)
+
+        engine.send_now = take if early else None
+        for batch in (requests, again):
+            for request in batch:
+                engine.submit(request)
+            run_all(engine, collector)
+        check_pages(engine)
+        check_idle(engine)
+        assert bool(sent) == early
+        seen = {
+            id: (answer.text, answer.tokens, answer.finished and answer.finished.cached_n)
+            for id, answer in collector.answers.items()
+        }
+        return seen, executor.rows
+
+    assert run(early=True) == run(early=False)
+
+
+def test_the_first_token_leaves_before_its_prompt_is_kept() -> None:
+    """The tree does not hold the prompt yet when the token goes out, and does when the step is over."""
+    engine, _ = make_engine()
+    held = []
+    engine.send_now = lambda messages: held.append((messages, len(list(engine.cache.tree.nodes()))))
+    engine.submit(generate(1, LONG, max_tokens=5))
+    assert engine.step() == []
+    ((messages, nodes),) = held
+    assert [type(message).__name__ for message in messages] == ["Started", "Delta"]
+    assert nodes == 0
+    assert len(list(engine.cache.tree.nodes())) == 1
+
+
+def test_a_packed_prompt_is_served_and_checked_like_any_other() -> None:
+    """The front packs its prompts; limits, errors and answers are those of the same ids one by one."""
+    long = [5] * 300
+    for prompt in (LONG, [5, -1], [5, 10**6], long, []):
+        packed = Generate(id=1, packed=np.array(prompt, "<i4").tobytes(), sampling=SamplingParams(seed=0), max_tokens=4)
+        answers = [ask(make_engine()[0], request) for request in (packed, generate(1, prompt, max_tokens=4))]
+        assert answers[0].tokens == answers[1].tokens
+        assert answers[0].failed == answers[1].failed
+    torn = ask(make_engine()[0], Generate(id=1, packed=b"\x01\x02\x03\x04\x05"))
+    assert torn.failed is not None
+    assert torn.failed.code == 400

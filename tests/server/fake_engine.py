@@ -89,7 +89,8 @@ class Engine:
         self.send(m.Reply(id=message.id, ok=True, value=value))
 
     def generate(self, request: m.Generate) -> None:
-        text = bytes(id - 3 for id in request.prompt if id >= 3).decode("utf-8", "replace")
+        prompt = request.tokens.tolist()
+        text = bytes(id - 3 for id in prompt if id >= 3).decode("utf-8", "replace")
         script: dict[str, Any] = {}
         if "[[" in text:
             script = json.loads(text.rsplit("[[", 1)[1].split("]]")[0])
@@ -100,17 +101,15 @@ class Engine:
         while script.get("hang"):
             time.sleep(0.05)
         if request.embed:
-            data = struct.pack("<3f", len(request.prompt), request.prompt[0], request.prompt[-1])
+            data = struct.pack("<3f", len(prompt), prompt[0], prompt[-1])
             self.send(
-                m.Embedded(
-                    id=request.id, slot=1, rows=1, columns=3, data=data, evaluated_n=len(request.prompt), timings={}
-                )
+                m.Embedded(id=request.id, slot=1, rows=1, columns=3, data=data, evaluated_n=len(prompt), timings={})
             )
             return
         self.running.add(request.id)
         cached = script.get("cached", 0)
         self.send(m.Started(id=request.id, slot=1, cached=cached))
-        total = len(request.prompt)
+        total = len(prompt)
         if request.return_progress:
             self.send(m.Progress(id=request.id, total=total, cache=cached, processed=total, time_ms=1.5))
         time.sleep(script.get("prefill", 0))
@@ -157,8 +156,8 @@ class Engine:
         self.send(
             m.Finished(
                 id=request.id, slot=1, stop_type=stop_type, stopping_word=word, truncated=False,
-                has_new_line="\n" in whole[:cut], predicted_n=count, evaluated_n=len(request.prompt),
-                cached_n=len(request.prompt) + count, timings=self.timings(request, cached, count),
+                has_new_line="\n" in whole[:cut], predicted_n=count, evaluated_n=len(request.tokens),
+                cached_n=len(request.tokens) + count, timings=self.timings(request, cached, count),
                 seed=request.sampling.seed,
             )
         )  # fmt: skip
@@ -166,7 +165,7 @@ class Engine:
     @staticmethod
     def timings(request: m.Generate, cached: int, count: int) -> dict[str, float]:
         return {
-            "cache_n": cached, "prompt_n": len(request.prompt) - cached, "prompt_ms": 10.0,
+            "cache_n": cached, "prompt_n": len(request.tokens) - cached, "prompt_ms": 10.0,
             "predicted_n": count, "predicted_ms": 20.0,
         }  # fmt: skip
 
