@@ -34,11 +34,11 @@ FAILED tests/kernels/test_gemv.py::test_gemv[Q4_K] - AssertionError: 0.1
 shard 1 of 12 ended with status 1
 """
 SERVERS = """\
-began gw2 tests/gpu/test_serve_moe_gpu.py::test_a_full_device_fails_a_request_and_not_the_server@faulty
-began gw3 tests/gpu/test_serve_moe_gpu.py::test_the_budget_is_never_exceeded[resident]@alone
-passed 8.5 tests/gpu/test_serve_moe_gpu.py::test_a_full_device_fails_a_request_and_not_the_server@faulty
-began gw2 tests/gpu/test_serve_moe_gpu.py::test_a_kernel_fault_restarts_the_engine@faulty
-failed 56.5 tests/gpu/test_serve_moe_gpu.py::test_the_budget_is_never_exceeded[resident]@alone
+began gw2 tests/gpu/test_serve_memory_gpu.py::test_a_full_device_fails_a_request_and_not_the_server@faulty
+began gw3 tests/gpu/test_serve_memory_gpu.py::test_the_budget_is_never_exceeded[resident]@alone
+passed 8.5 tests/gpu/test_serve_memory_gpu.py::test_a_full_device_fails_a_request_and_not_the_server@faulty
+began gw2 tests/gpu/test_serve_memory_gpu.py::test_a_kernel_fault_restarts_the_engine@faulty
+failed 56.5 tests/gpu/test_serve_memory_gpu.py::test_the_budget_is_never_exceeded[resident]@alone
     E   AssertionError: the measurement is wrong
 """
 LOG = """\

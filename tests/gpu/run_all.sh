@@ -81,7 +81,7 @@ case $what in *serve*)
     workers=$(python3 -c "import xdist; print('-n 5 --dist loadgroup')" 2>/dev/null)
     report=$out/serve-report.txt
     TMPDIR=$serving FTGGUF_TEST_REPORT=$report timeout -s INT -k 15 "${SERVE_LIMIT:-420}" \
-        python3 -m pytest -p no:cacheprovider --tb=short --durations=8 ${SERVE_ARGS:-$workers} tests/gpu/test_serve_gpu.py tests/gpu/test_serve_moe_gpu.py \
+        python3 -m pytest -p no:cacheprovider --tb=short --durations=8 ${SERVE_ARGS:-$workers} tests/gpu/test_serve_*gpu.py \
         >"$out/serve-tests.log" 2>&1
     [ -e "$report" ] && python3 tests/gpu/gpu_report.py "$report" || tail -n 20 "$out/serve-tests.log"
     # servers that were not up when the run ended

@@ -1,6 +1,6 @@
 """`ftgguf serve` on a CUDA device, as users start it: resident models, parts on the CPU, KV types, refusals.
 
-    pytest -n 4 --dist loadgroup tests/gpu/test_serve_gpu.py tests/gpu/test_serve_moe_gpu.py
+    pytest -n 4 --dist loadgroup tests/gpu/test_serve*.py
 
 Answers are checked against this product's CPU server, which equals libllama to the bit (tests/models). With
 FTGGUF_SIMULATE=1 and no device everything runs on a simulated one, smaller: see serve_helpers.
