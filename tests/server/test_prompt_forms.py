@@ -19,7 +19,9 @@ from ftgguf.server.prompts import check_prompt, plain_ids, tokenize_mixed, token
 
 VOCAB = FakeVocab()
 NUMBERS: st.SearchStrategy[Any] = st.integers(-5, 300) | st.integers(-(2**31) - 3, 2**31 + 3) | st.integers()
-ODD: st.SearchStrategy[Any] = st.booleans() | st.floats() | st.text(max_size=3) | st.none() | st.just({}) | st.just({"prompt_string": "a"})
+ODD: st.SearchStrategy[Any] = (
+    st.booleans() | st.floats() | st.text(max_size=3) | st.none() | st.just({}) | st.just({"prompt_string": "a"})
+)
 PROMPTS: st.SearchStrategy[Any] = (
     st.lists(NUMBERS, max_size=30)
     | st.lists(NUMBERS | ODD, max_size=8)
