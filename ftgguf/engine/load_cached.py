@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftgguf.engine")
 
 WORKSPACE_SHARE = 6
-"""A prompt's wide passes may take this part of the budget for their workspace: 525 MiB for 2048 rows of the
+"""A prompt's wide passes may take this part of the budget for their workspace: 392 MiB for 2048 rows of the
 Qwen3-30B-A3B shape, so that 4 GB has them; 512 rows would read each expert over the link four times as often."""
 SHORT_ROWS = (16, 32, 64)
 """Prompts of so many rows run as decode's do, in a graph: a pass that the host leads takes 4 ms a layer of 128 experts
 (16 rows, an H200), of which the link and the CPU need less than 2."""
+KV_AT_ONCE = 8
+"""Cells that take at most this part of what they and the experts share have memory from the start: when KV grows, every
+graph is captured again by the request that wants it next, 2 ms a layer each, and a context that somebody asked for is
+meant to be used."""
 GRAPHS = 96 * MIB
 """Captured decode graphs and the cache's own tables."""
 
@@ -122,7 +126,8 @@ def plan_cache(
             "q8_0, or raise --vram-budget"
         )
     start, least = cells, left
-    if p.expert_cache is None and p.moe_mode != "cpu" and left < whole.experts:
+    grows = parts.kv * KV_AT_ONCE > left + parts.kv
+    if grows and p.expert_cache is None and p.moe_mode != "cpu" and left < whole.experts:
         start = min(cells, max(pad(p.fit_ctx), pad(cells // 4)))
         begin = parts_of(survey, 0, start, config, context, cached=True)
         left, parts = left + parts.kv - begin.kv, begin
