@@ -313,8 +313,11 @@ class Report(msgspec.Struct):
             return "it serves another file"
         if peer.unlike:
             return peer.unlike
-        if any(peer.name in (d.a, d.b) for d in self.outputs.faults()):
+        faults = self.outputs.faults()
+        if any(peer.name in (d.a, d.b) for d in faults):
             return "its outputs differ from ours by more than noise"
+        if faults:  # a fault is of one side; a slower placement of the same peer that agrees by luck proves nothing
+            return f"our outputs differ from those of {faults[0].b} by more than noise"
         return f"it does not use {', '.join(peer.lower_isa)}, which ours does" if peer.lower_isa else ""
 
     def ratio(self, row: Row, peer: Contestant) -> Ratio | None:

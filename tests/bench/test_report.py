@@ -260,6 +260,20 @@ def test_divergence_where_both_sides_are_sure_is_a_fault() -> None:
     assert report.ratio(report.rows[0], report.peers[0]) is None
 
 
+def test_a_fault_with_one_placement_leaves_no_ratio_to_the_other() -> None:
+    """Ours is at fault or not: a peer's slower placement that says the same by luck would be all that is shown."""
+    report = make_report()
+    row = report.row("pp", "tok/s")
+    row.samples = {"ftgguf": [2.0, 2.0], "A": [1.9, 1.9], "B": [0.5, 0.5]}
+    outputs.compare(report, {"ftgguf": [said(1, 2, 3)], "A": [said(1, 2, 4)], "B": [said(1, 2, 3)]})
+    assert len(report.outputs.faults()) == 1
+    assert [report.ratio(row, p) for p in report.peers] == [None, None]
+    assert [report.no_ratio(p) for p in report.peers] == [
+        "its outputs differ from ours by more than noise",
+        "our outputs differ from those of A by more than noise",
+    ]
+
+
 def test_divergence_at_a_tie_is_noise() -> None:
     report = make_report()
     outputs.compare(report, {"ftgguf": [said(1, 2, gap=0.01)], "A": [said(1, 3, gap=0.02)]})
