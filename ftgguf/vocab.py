@@ -21,12 +21,15 @@ import numpy as np
 import ftgguf._libllama as _libllama
 from ftgguf.gguf import GGUFFile
 from ftgguf.gguf.writer import vocab_only_bytes
+from ftgguf.retokenize import MIN_BYTES, Retokenizer
 
 _ATTR_UNKNOWN, _ATTR_CONTROL, _ATTR_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
 _ATTR_LSTRIP, _ATTR_RSTRIP = 1 << 7, 1 << 8
 """llama.h's llama_token_attr."""
 _TYPES = ("none", "spm", "bpe", "wpm", "ugm", "rwkv", "plamo2")
 """By llama.h's llama_vocab_type."""
+_CUTTING = ("llama", "gpt2", "gemma4")
+"""`tokenizer.ggml.model`s whose texts are cut at control tokens, each stretch between them by itself."""
 _SPACE = b" \t\n\v\f\r"
 
 
@@ -66,7 +69,7 @@ class Vocab:
     Ids are ints in 0..n_vocab-1; an id outside raises IndexError. Special ids are None where the model has none.
     """
 
-    def __init__(self, native: _libllama.Vocab, extra_eog: Iterable[int] = ()) -> None:
+    def __init__(self, native: _libllama.Vocab, extra_eog: Iterable[int] = (), *, model: str = "") -> None:
         self.native = native
         self.n_vocab: int = native.n_vocab
         self.type: str = _TYPES[native.type] if native.type < len(_TYPES) else "other"
@@ -78,6 +81,7 @@ class Vocab:
         self.add_eos: bool = native.add_eos
         self._extra_eog = frozenset(i for i in extra_eog if 0 <= i < self.n_vocab)
         self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
+        self._cuts = model in _CUTTING
 
     @classmethod
     def load(cls, gguf: GGUFFile) -> Vocab:
@@ -93,7 +97,8 @@ class Vocab:
                 ) from None
         listed = gguf.metadata.get("tokenizer.ggml.eos_token_ids")
         extra = listed.tolist() if isinstance(listed, np.ndarray) and listed.dtype.kind in "iu" else ()
-        return cls(native, extra)
+        model = gguf.metadata.get("tokenizer.ggml.model")
+        return cls(native, extra, model=model if isinstance(model, str) else "")
 
     # ---------------------------------------------------------------------------------------------------- to ids
 
@@ -102,8 +107,20 @@ class Vocab:
         `parse_special` reads control tokens written in the text as those tokens, else they stay text. The defaults are
         those of llama-server's /tokenize; its prompts use True for both. ValueError for a text over 256 MiB."""
         data = text if isinstance(text, bytes) else encode_text(text)
+        if self._cuts and parse_special and len(data) >= MIN_BYTES and not (add_special and self.add_eos):
+            return self._retokenizer.tokenize(data, add_special)
         ids: list[int] = self.native.tokenize(data, add_special, parse_special)
         return ids
+
+    @cached_property
+    def _retokenizer(self) -> Retokenizer:
+        """For long texts, which often begin as one before them did."""
+        kinds = _ATTR_CONTROL | _ATTR_UNKNOWN | _ATTR_USER_DEFINED
+        specials = [self.piece(i, special=True) for i, value in enumerate(self._attributes) if value & kinds]
+        borders = {text: id for text, id in self.control_texts.items() if not self._attributes[id] & _ATTR_RSTRIP}
+        return Retokenizer(
+            lambda data, add_special: self.native.tokenize(data, add_special, True), borders, specials, self.n_vocab
+        )
 
     def tokenize_parts(self, parts: Iterable[tuple[str, bool]], add_special: bool = False) -> list[int]:
         """Ids of the joined texts of `parts`, where control tokens are read only in parts with True.
