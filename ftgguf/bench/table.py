@@ -57,8 +57,9 @@ def output_lines(report: Report) -> list[str]:
         line = f"outputs: {a} and {b}: {found.prompts - len(parted)} of {found.prompts} greedy outputs of "
         line += f"{found.length} tokens equal"
         if parted:
-            gap = max(d.gap for d in parted)
-            line += f", {len(parted)} part" + (f" (gap up to {gap:.3f} nats)" if gap >= 0 else " (gaps unknown)")
+            gaps = [d.gap for d in parted if d.gap >= 0]
+            far = f"gap up to {max(gaps):.3f} nats, {sum(gaps) / len(gaps):.3f} on average" if gaps else "gaps unknown"
+            line += f", {len(parted)} part ({far})"
         lines.append(line)
     lines += [f"no fault: {outputs.describe(d, found.noise)}; {d.settled}" for d in found.divergences if d.settled]
     lines += ["FAULT: " + outputs.describe(d, found.noise) for d in found.faults()]

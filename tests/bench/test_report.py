@@ -3,6 +3,7 @@ docs (exit statuses in `ftgguf bench --help`)."""
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 from collections.abc import Sequence
@@ -306,6 +307,41 @@ def test_what_the_peers_own_layouts_differ_by_is_noise() -> None:
     outputs.compare(report, {"ftgguf": [ours], "A": [a], "B": [b]})
     assert report.outputs.noise == pytest.approx(0.3)
     assert report.status == OK
+
+
+def parted(rng: random.Random, scale: float) -> Sequence[outputs.Greedy]:
+    """Eight texts that part from everybody's at their first token, gaps exponentially distributed."""
+    return [[(rng.randrange(10**9), rng.expovariate(1 / scale))] for _ in range(8)]
+
+
+def alarms(ours: float) -> int:
+    """How many of 400 comparisons call ours at fault, whose gaps are `ours` times its peers'. Where two part the larger
+    of both gaps counts; three peers are 24 partings among themselves, as in reports/cuda-4096.md."""
+    rng, found = random.Random(5), 0
+    for _ in range(400):
+        report = make_report()
+        others = {"C": parted(rng, 0.1)}
+        said_by = {"ftgguf": parted(rng, 0.1 * ours), "A": parted(rng, 0.1), "B": parted(rng, 0.1)}
+        outputs.compare(report, said_by, others=lambda others=others: others)  # type: ignore[misc]
+        found += report.status == OUTPUTS_DIFFER
+    return found
+
+
+def test_equal_sides_whose_texts_all_part_are_seldom_called_different() -> None:
+    """By the rule's own promise, one in a hundred; the largest gap of the peers as the bound called a third of such
+    comparisons a fault. A side whose gaps are six times theirs is told apart nearly always."""
+    assert alarms(1.0) <= 12
+    assert alarms(6.0) >= 360
+
+
+def test_few_partings_of_the_peers_say_nothing_of_how_far_noise_goes() -> None:
+    """Seven of eight: the bound is the largest that was seen."""
+    report = make_report()
+    same: outputs.Greedy = said(1, 2)
+    a, b = [same] + [said(1, 3, gap=0.3)] * 7, [same] + [said(1, 4, gap=0.3)] * 7
+    outputs.compare(report, {"ftgguf": [same] + [said(1, 5, gap=0.31)] * 7, "A": a, "B": b})
+    assert report.outputs.noise == pytest.approx(0.3)
+    assert report.status == OUTPUTS_DIFFER
 
 
 def test_what_ours_says_in_the_peers_layout_settles_a_fault() -> None:
