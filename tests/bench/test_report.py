@@ -328,7 +328,7 @@ def alarms(ours: float) -> int:
 
 
 def test_equal_sides_whose_texts_all_part_are_seldom_called_different() -> None:
-    """By the rule's own promise, one in a hundred; the largest gap of the peers as the bound called a third of such
+    """Twice the rule's own promise of one in a hundred at most, 9 of 400 here; the largest gap of the peers as the bound called a third of such
     comparisons a fault. A side whose gaps are six times theirs is told apart nearly always."""
     assert alarms(1.0) <= 12
     assert alarms(6.0) >= 360
