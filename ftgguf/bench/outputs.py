@@ -89,9 +89,8 @@ def _noise(outputs: Outputs, peers: set[str]) -> float:
     """Nats that are noise: what `peers` differ by among themselves, NOISE_NATS at least.
 
     The most that they were seen to differ by is no bound where many texts part: of two equal sets of partings the
-    largest gap is in either as likely. Gaps fall off exponentially (one CPU engine with six ways of rounding, a
-    synthetic model of random routers: 108 partings, mean 0.160 nats, largest 0.979, where the largest of 108 is 5.3 means
-    by that), so with ENOUGH partings of theirs the bound is what as many as ours exceed in one comparison of a hundred.
+    largest gap is in either as likely. Gaps fall off exponentially (one CPU engine with six ways of rounding, random
+    routers: 108 partings, mean 0.160 nats, largest 0.979; by that rule the largest is some 5.3 means), so with ENOUGH partings of theirs the bound is what as many as ours exceed in one comparison of a hundred.
     """
     between = [d.gap for d in outputs.divergences if d.a in peers and d.b in peers]
     seen = max([NOISE_NATS, *between])
