@@ -53,12 +53,22 @@ class Gate:
             return
         headers = Headers(scope=scope)
         common = [(b"server", b"llama.cpp"), *self._origin(headers.get("origin", ""))]
+        unlogged = 0
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal unlogged
             if message["type"] == "http.response.start":
                 message["headers"] = [*common, *message["headers"]]
-                self._log(scope, message["status"])
+                unlogged = message["status"]
+                await send(message)
+                return
+            status, unlogged = unlogged, 0
+            streams = message.get("more_body", False)
+            if status and not streams:
+                self._log(scope, status)
             await send(message)
+            if status and streams:  # the first token does not wait for a line
+                self._log(scope, status)
 
         if scope["method"] == "OPTIONS":
             await _reply(send_with_headers, 200, b"", b"text/html", self._preflight())
@@ -73,7 +83,7 @@ class Gate:
         await self._app(scope, receive, send_with_headers)
 
     def _log(self, scope: Scope, status: int) -> None:
-        """A line as llama-server's for a request that is answered; for a stream, when its first byte goes."""
+        """A line as llama-server's for a request that is answered; for a stream, when its first bytes are out."""
         if scope["path"].removeprefix(self._http.api_prefix) not in UNLOGGED and log.isEnabledFor(logging.INFO):
             client = scope.get("client") or ("unix socket",)
             log.info("request: %s %s %s %d", scope["method"], scope["path"], client[0], status)
