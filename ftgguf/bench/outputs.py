@@ -90,7 +90,8 @@ def _noise(outputs: Outputs, peers: set[str]) -> float:
 
     The most that they were seen to differ by is no bound where many texts part: of two equal sets of partings the
     largest gap is in either as likely. Gaps fall off exponentially (one CPU engine with six ways of rounding, random
-    routers: 108 partings, mean 0.160 nats, largest 0.979; by that rule the largest is some 5.3 means), so with ENOUGH partings of theirs the bound is what as many as ours exceed in one comparison of a hundred.
+    routers: 108 partings, mean 0.160 nats, largest 0.979; by that rule the largest is some 5.3 means), so with ENOUGH
+    partings of theirs the bound is what as many as ours exceed in one comparison of a hundred.
     """
     between = [d.gap for d in outputs.divergences if d.a in peers and d.b in peers]
     seen = max([NOISE_NATS, *between])

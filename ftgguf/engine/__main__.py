@@ -138,7 +138,7 @@ def serve(engine: Engine, link: Link) -> int:
                 link.finish([*engine.drain(), m.Reply(id=message.id, ok=True)])
                 return 0
             if isinstance(message, m.Generate):
-                gather.arrived(time.monotonic(), busy=engine.has_work)
+                gather.arrived(link.at, busy=engine.has_work)
                 if waiting.hold(message):
                     continue
             if isinstance(message, m.Cancel) and waiting.forget(message.id):
