@@ -33,18 +33,9 @@ def get_rows(
     m = ids.numel()
     out = torch.empty(m, w.k, dtype=dtype, device=ids.device)
     block = min(512, triton.next_power_of_2(w.k))
+    grid = grid_table(w.type, ids.device)
     _get_rows[(m, triton.cdiv(w.k, block))](
-        w.address,
-        ids,
-        grid_table(w.type, ids.device),
-        out,
-        w.n,
-        scale,
-        T=int(w.type),
-        K=w.k,
-        B=block,
-        num_warps=4,
-        launch_pdl=overlap(),
+        w.address, ids, grid, out, w.n, scale, T=int(w.type), K=w.k, B=block, num_warps=4, launch_pdl=overlap()
     )
     return out
 

@@ -1,8 +1,8 @@
 """How fast are the two paths of a miss on this machine: the link into a slot, and the CPU in place, alone and together?
 
 Measured on the real bank with the kernels that serve: the gather from pinned memory into the ring, and the worker's
-threads on scattered experts. About a second for each type of expert: a call takes 0.4 ms, and there are some 300 of each
-kind.
+threads on scattered experts. About a second for each type of expert: a call takes 0.4 ms, and there
+are some 300 of each kind.
 """
 
 from __future__ import annotations
