@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ftgguf.engine")
 
 WORKSPACE_SHARE = 6
-"""A prompt's wide passes may take this part of the budget for their workspace: 392 MiB for 2048 rows of the
+"""A prompt's wide passes may take this part of the budget for their workspace: 525 MiB for 2048 rows of the
 Qwen3-30B-A3B shape, so that 4 GB has them; 512 rows would read each expert over the link four times as often."""
 SHORT_ROWS = (16, 32, 64)
 """Prompts of so many rows run as decode's do, in a graph: a pass that the host leads takes 4 ms a layer of 128 experts

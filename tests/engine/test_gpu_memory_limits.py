@@ -97,14 +97,14 @@ def test_a_budget_above_what_is_free_is_said_to_be_so() -> None:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        (1000, 700, 300 + 96),  # a context of 300 MiB, and what its modules take
-        (1000, 480, 520 + 96),  # measured on an H200 with driver 580
-        (2000, 960, 640),  # two contexts: another server starts
-        (9000, 1000, 640),  # and loads
-        (1000, 950, 640),  # something else gave memory back
-        (1000, 3000, 640),
-        (None, 500, 640),
-        (1000, None, 640),
+        (1000, 700, 300 + 192),  # a context of 300 MiB, and what its modules take
+        (1000, 480, 520 + 192),  # measured on an H200 with driver 580
+        (2000, 960, 736),  # two contexts: another server starts
+        (9000, 1000, 736),  # and loads
+        (1000, 950, 736),  # something else gave memory back
+        (1000, 3000, 736),
+        (None, 500, 736),
+        (1000, None, 736),
     ],
 )
 def test_other_programs_do_not_count_as_our_context(before: int | None, after: int | None, expected: int) -> None:
@@ -134,7 +134,7 @@ def test_a_context_is_measured_around_its_making(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: steps.append("wait"))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: steps.append("use"))
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert context_overhead(torch.device("cuda", 1)) == 396 * MIB
+    assert context_overhead(torch.device("cuda", 1)) == (300 + 192) * MIB
     assert steps == ["look at 1", "init", "use", "wait", "look at 1"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert context_overhead(torch.device("cuda", 1)) == CONTEXT

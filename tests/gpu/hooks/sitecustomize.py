@@ -27,8 +27,8 @@ SIMULATED = int(os.environ.get("FTGGUF_TEST_SIMULATE", "0"))
 FAULT = os.environ.get("FTGGUF_TEST_FAULT", "")
 HOST_MEMORY = os.environ.get("FTGGUF_TEST_HOST_MEMORY", "")
 FREE = [int(mib) * MIB for mib in os.environ.get("FTGGUF_TEST_FREE", "").split(",") if mib]
-OVERHEAD = 640 * MIB
-"""A simulated context."""
+OVERHEAD = 736 * MIB
+"""A simulated context: `engine.fit.CONTEXT`."""
 
 
 def faults(executor: Any) -> None:
