@@ -125,7 +125,8 @@ class Sampler:
         try:
             settings = replace(params, logit_bias=tuple(biases), samplers=sampler_names(params.samplers))
             self._chain = _libllama.SamplerChain(vocab.native, settings)
-            window = max(params.repeat_last_n, params.dry_penalty_last_n)  # no other sampler looks back
+            windows = params.repeat_last_n, params.dry_penalty_last_n  # no other sampler looks back
+            window = max(windows) if min(windows) >= 0 else len(prompt)
             self._chain.accept_all(np.asarray(prompt[-window:]).tolist() if window else [])
             if params.grammar is not None:
                 self._constraint = (grammars or GrammarCompiler(vocab)).compile(params.grammar)
