@@ -83,9 +83,21 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # the reader of our output went away (`ftgguf ... | head`); nothing more can be said to it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        _let_go_of_readers()
+
+
+def _let_go_of_readers() -> None:
+    """Where the reader of our output went away (`ftgguf ... | head`) nothing more can be said to it: without this, what
+    is still to be written makes Python end with status 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        except (AttributeError, ValueError):  # there is none, or it was closed
+            continue
 
 
 def _calm_openmp() -> None:

@@ -7,12 +7,12 @@ Field names and defaults are llama-server's (its `server-schema.cpp`), so that t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
-from ftgguf.nouns import I32
+if TYPE_CHECKING:
+    from ftgguf.nouns import I32
 
 DEFAULT_SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
 RANDOM_SEED = 0xFFFFFFFF
@@ -128,6 +128,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     @property
     def tokens(self) -> I32:
         """The prompt's ids, int32 [n] (read-only where they came packed). OverflowError for an id of more bits."""
+        import numpy as np  # who only reads the flags has no need of it
+
         if self.packed:
             return np.frombuffer(self.packed, "<i4")
         return np.fromiter(self.prompt, np.int32, len(self.prompt))

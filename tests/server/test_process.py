@@ -157,6 +157,21 @@ def test_faults_at_start_are_one_line(flags: tuple[str, ...], message: str) -> N
     assert "Traceback" not in done.stderr
 
 
+def test_words_that_nobody_reads_do_not_change_the_status() -> None:
+    """Python ends with 120 where standard output cannot be flushed at the end: seen once in a server whose reader had
+    gone."""
+    code = "import sys, ftgguf.cli as cli; cli.serve = lambda argv: (sys.stdin.readline(), print('bye'), 7)[-1]; "
+    code += "sys.exit(cli.main(['serve']))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": ""},
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.stdout.close()
+    process.communicate(b"\n")
+    assert process.returncode == 7
+
+
 def test_stops_although_nobody_reads_its_log(tmp_path: Path) -> None:
     """`ftgguf serve ... 2>&1 | head` once left a server that no signal could stop: the farewell line raised first."""
     command = [sys.executable, "-m", "ftgguf", "serve", "-m", "stories", "-t", "1", "--port", "0"]
