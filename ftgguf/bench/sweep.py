@@ -187,9 +187,11 @@ class Sweep:
 
     def _step(self, ubatch: int, way: _Way, done: list[Trial]) -> None:
         """The best of one physical batch loaded one way, into `done`; and whether `way` goes on."""
-        twin = next((t for t in reversed(done) if t.ubatch == ubatch and not way.mapped), None)
-        if twin is not None and twin.n_cpu_moe == 0:
-            return  # nothing stays on the CPU
+        twin = next((t for t in reversed(done) if t.mapped and not way.mapped), None)
+        if (
+            twin is not None and twin.n_cpu_moe == 0
+        ):  # mapped, nothing stays on the CPU with this batch or the last tried
+            return
         if not way.mapped and not done and self._too_much():
             way.over = "it takes more than the budget however it is loaded"
             return

@@ -221,7 +221,7 @@ def _stop(params: RequestParams, value: Any, _: str, context: Context) -> None:
     if isinstance(value, list):
         words = [as_str(word) for word in value if word not in ("", None, [], {})]
     elif isinstance(value, str):
-        words = [value]
+        words = [value] if value else []
     params.stop = words or list(context.defaults.stop)
 
 
