@@ -329,7 +329,7 @@ def alarms(ours: float) -> int:
 
 def test_equal_sides_whose_texts_all_part_are_seldom_called_different() -> None:
     """9 of 400, where the rule says one in a hundred: the mean is of few partings. The peers' largest gap as the bound
-    called a third of such comparisons a fault. A side whose gaps are six times theirs is told apart nearly always."""
+    called 100 of the same 400 a fault. A side whose gaps are six times theirs is told apart nearly always."""
     assert alarms(1.0) <= 12
     assert alarms(6.0) >= 360
 
