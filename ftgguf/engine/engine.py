@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ftgguf.engine import messages as m
+from ftgguf.engine import pooling
 from ftgguf.engine.cache import KvCache
 from ftgguf.engine.config import EngineConfig
 from ftgguf.engine.controls import Controls
 from ftgguf.engine.executor import Executor, ExecutorLost
-from ftgguf.engine.link import MAX_FRAME
 from ftgguf.engine.metrics import Metrics
 from ftgguf.engine.output import Output
 from ftgguf.engine.request import RequestError, Sequence, State
@@ -210,7 +210,8 @@ class Engine:
         now = self._clock()
         self._count(step, now - started)
         if step.batch.features:
-            self._pool(step, values, now)
+            for sequence in pooling.collect(step, values, now):
+                self._embedded(sequence)
             return
         row = 0
         for sequence, n in step.work:
@@ -242,21 +243,6 @@ class Engine:
                 break
         if draft:
             self.metrics.add_draft(len(draft), sequence.n_accepted - before)
-
-    def _pool(self, step: Step, states: F32, now: float) -> None:
-        """Hidden states, float32 [outputs, n_embd], to the poolers of their sequences."""
-        row = 0
-        for sequence, n in step.work:
-            pooler, n_past = sequence.pooler, sequence.n_past
-            assert pooler is not None
-            wanted = len(pooler.wanted(n_past, n_past + n, sequence.n_tokens))
-            pooler.take(states[row : row + wanted])
-            row += wanted
-            sequence.n_past += n
-            sequence.n_processed = max(sequence.n_processed, sequence.n_past - sequence.cached)
-            sequence.clock.prompt_last = now
-            if sequence.n_past == sequence.n_tokens:
-                self._embedded(sequence)
 
     def _count(self, step: Step, seconds: float) -> None:
         metrics = self.metrics
@@ -367,29 +353,16 @@ class Engine:
     def _embedded(self, sequence: Sequence) -> None:
         """The whole prompt was evaluated: pool it, or fail this request only."""
         assert self.embeddings is not None
-        assert sequence.pooler is not None
         try:
-            values = self.embeddings.finish(sequence.pooler)
+            message = pooling.answer(self.embeddings, sequence)
+        except RequestError as error:
+            self._fail(sequence, error, keep=True)
         except Exception as error:
             log.exception("request %d: pooling failed", sequence.id)
             self._fail(sequence, _internal(error), keep=True)
-            return
-        if values.nbytes > MAX_FRAME - (1 << 16):
-            text = f"the embeddings of {len(values)} tokens are {values.nbytes / 2**30:.1f} GiB: choose a --pooling"
-            self._fail(sequence, RequestError(400, "invalid_request_error", text), keep=True)
-            return
-        self._messages.append(
-            m.Embedded(
-                id=sequence.id,
-                slot=sequence.slot,
-                rows=values.shape[0],
-                columns=values.shape[1],
-                data=values.astype("<f4", copy=False).tobytes(),
-                evaluated_n=sequence.n_prompt,
-                timings=sequence.timings(),
-            )
-        )
-        self._leave(sequence, keep=True)
+        else:
+            self._messages.append(message)
+            self._leave(sequence, keep=True)
 
     def _fail(self, sequence: Sequence, error: RequestError, keep: bool) -> None:
         self._leave(sequence, keep)

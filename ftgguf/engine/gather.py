@@ -1,9 +1,10 @@
 """When requests tend to come together, should an idle engine wait a moment for the others?
 
 A pass over a prompt costs nearly the same for one prompt as for four where experts come over a link (37 ms for 32 rows,
-45 for 64: 12 layers of the Qwen3-30B-A3B shape in 4 GB), and a request that comes a millisecond late waits for the
+50 for 64: 12 layers of the Qwen3-30B-A3B shape in 4 GB), and a request that comes a millisecond late waits for the
 whole pass and then pays for one of its own. So an idle engine waits, but only where requests have come together of
-late, and only a small part of what a prompt's pass takes: who is alone is never kept waiting. No clock in here.
+late, and only a small part of what a prompt's pass takes: whose requests never overlap is never kept waiting. No clock
+in here.
 """
 
 from __future__ import annotations

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,129 +14,8 @@ import ftgguf._libllama as _libllama
 from ftgguf.engine.messages import DEFAULT_SAMPLERS, SamplingParams
 from ftgguf.engine.sampler import Sampler, SamplingError, sampler_names, sampling_defaults
 from ftgguf.gguf import open_gguf
-from ftgguf.nouns import F32
+from tests.engine.sampler_oracle import agree, changed, rows
 from tests.vocabs import vocab, vocab_path
-
-STEPS = 40
-
-
-@functools.cache
-def oracle_vocab(name: str) -> Any:
-    params = llama_cpp.llama_model_default_params()
-    params.vocab_only = True
-    model = llama_cpp.llama_model_load_from_file(str(vocab_path(name)).encode(), params)
-    assert model
-    return llama_cpp.llama_model_get_vocab(model)
-
-
-class Oracle:
-    """llama-server's chain (llama.cpp common/sampling.cpp) built sampler by sampler, with no code of ours."""
-
-    def __init__(self, params: SamplingParams, name: str) -> None:
-        self.vocab = oracle_vocab(name)
-        self.chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        self.n = llama_cpp.llama_vocab_n_tokens(self.vocab)
-        for sampler in self.samplers(params):
-            llama_cpp.llama_sampler_chain_add(self.chain, sampler)
-
-    def samplers(self, p: SamplingParams) -> list[Any]:
-        made: list[Any] = []
-        if p.logit_bias:
-            biases = (llama_cpp.llama_logit_bias * len(p.logit_bias))(*p.logit_bias)
-            made.append(llama_cpp.llama_sampler_init_logit_bias(self.n, len(p.logit_bias), biases))
-        if p.mirostat:
-            made.append(llama_cpp.llama_sampler_init_temp(p.temperature))
-            one = llama_cpp.llama_sampler_init_mirostat
-            two = llama_cpp.llama_sampler_init_mirostat_v2
-            made.append(
-                one(self.n, p.seed, p.mirostat_tau, p.mirostat_eta, 100)
-                if p.mirostat == 1
-                else two(p.seed, p.mirostat_tau, p.mirostat_eta)
-            )
-            return made
-        words = [word.encode() for word in p.dry_sequence_breakers]
-        breakers = (ctypes.c_char_p * len(words))(*words)
-        build: dict[str, Callable[[], Any]] = {
-            "penalties": lambda: penalties(self.n, p),
-            "dry": lambda: dry(self.vocab, p, breakers, len(words)),
-            "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(p.top_n_sigma),
-            "top_k": lambda: llama_cpp.llama_sampler_init_top_k(p.top_k),
-            "typ_p": lambda: llama_cpp.llama_sampler_init_typical(p.typical_p, p.min_keep),
-            "top_p": lambda: llama_cpp.llama_sampler_init_top_p(p.top_p, p.min_keep),
-            "min_p": lambda: llama_cpp.llama_sampler_init_min_p(p.min_p, p.min_keep),
-            "xtc": lambda: llama_cpp.llama_sampler_init_xtc(p.xtc_probability, p.xtc_threshold, p.min_keep, p.seed),
-            "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
-                p.temperature, p.dynatemp_range, p.dynatemp_exponent
-            ),
-            "infill": lambda: llama_cpp.llama_sampler_init_infill(self.vocab),
-        }
-        made += [build[name]() for name in p.samplers if name != "adaptive_p"]
-        adaptive = function("llama_sampler_init_adaptive_p", [ctypes.c_float, ctypes.c_float, ctypes.c_uint32])
-        if "adaptive_p" in p.samplers:
-            made.append(adaptive(p.adaptive_target, p.adaptive_decay, p.seed))
-        else:
-            made.append(llama_cpp.llama_sampler_init_dist(p.seed))
-        return made
-
-    def apply(self, logits: F32) -> tuple[int, dict[int, float]]:
-        """The chosen id, and the probabilities of the candidates that are left."""
-        data = (llama_cpp.llama_token_data * len(logits))(*((i, float(x), 0.0) for i, x in enumerate(logits)))
-        array = llama_cpp.llama_token_data_array(data, len(logits), -1, False)
-        llama_cpp.llama_sampler_apply(self.chain, ctypes.byref(array))
-        left = {array.data[i].id: array.data[i].p for i in range(array.size)}
-        return array.data[array.selected].id, left
-
-    def accept(self, token: int) -> None:
-        llama_cpp.llama_sampler_accept(self.chain, token)
-
-
-def function(name: str, arguments: list[Any]) -> Any:
-    """A function of libllama by name: the bindings lag behind the header in places."""
-    found = getattr(llama_cpp.llama_cpp._lib, name)
-    found.argtypes, found.restype = arguments, llama_cpp.llama_sampler_p_ctypes
-    return found
-
-
-def penalties(n_vocab: int, p: SamplingParams) -> Any:
-    make = function(
-        "llama_sampler_init_penalties", [ctypes.c_int32, ctypes.c_int32, ctypes.c_float, ctypes.c_float, ctypes.c_float]
-    )
-    return make(n_vocab, p.repeat_last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty)
-
-
-def dry(model_vocab: Any, p: SamplingParams, breakers: Any, n: int) -> Any:
-    kinds = [ctypes.c_void_p, ctypes.c_float, ctypes.c_float, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p]
-    make = function("llama_sampler_init_dry", [*kinds, ctypes.c_size_t])
-    return make(model_vocab, p.dry_multiplier, p.dry_base, p.dry_allowed_length, p.dry_penalty_last_n, breakers, n)
-
-
-def rows(seed: int, n_vocab: int, steps: int = STEPS) -> F32:
-    """Logits like a model's: the same few tokens far ahead of noise in every row, so that penalties bite."""
-    rng = np.random.default_rng(seed)
-    made = rng.normal(0, 1.5, (steps, n_vocab)).astype(np.float32)
-    favourites = rng.integers(0, n_vocab, 12)
-    made[:, favourites] += rng.uniform(3, 8, (steps, 12)).astype(np.float32)
-    return made
-
-
-def agree(params: SamplingParams, name: str = "stories", seed: int = 0, steps: int = STEPS) -> None:
-    v = vocab(name)
-    prompt = np.random.default_rng(seed + 1).integers(0, v.n_vocab, 90).tolist()
-    ours, oracle = Sampler(params, v, prompt), Oracle(params, name)
-    for token in prompt:
-        oracle.accept(token)
-    for logits in rows(seed, v.n_vocab, steps):
-        chosen, left = oracle.apply(logits)
-        token, probs = ours.sample(logits)
-        assert token == chosen
-        if params.post_sampling_probs:
-            assert probs is not None
-            best = sorted(left.items(), key=lambda item: (-item[1], item[0]))
-            expected = [value for _, value in best[: params.n_probs] if value > 0]
-            assert [entry.value for entry in probs.top] == pytest.approx(expected)
-            assert probs.chosen.value == pytest.approx(left[token])
-        oracle.accept(chosen)
-
 
 ALL_NAMES = (*DEFAULT_SAMPLERS, "infill", "adaptive_p")
 CASES = {
@@ -181,7 +56,7 @@ def test_chain_chooses_what_libllama_does(case: str) -> None:
 @pytest.mark.parametrize("case", ["defaults", "greedy", "xtc", "no truncation", "mirostat 2", "adaptive", "typical"])
 def test_probabilities_after_the_chain(case: str) -> None:
     """Oracle: the candidates that libllama's chain leaves."""
-    agree(_with(CASES[case], n_probs=8, post_sampling_probs=True))
+    agree(changed(CASES[case], n_probs=8, post_sampling_probs=True))
 
 
 def test_a_large_vocabulary() -> None:
@@ -194,151 +69,6 @@ def test_a_large_vocabulary() -> None:
         "gpt-2",
         steps=10,
     )
-
-
-def equal_ways(params: SamplingParams, logits: list[F32], prompt: list[int] | None = None) -> int:
-    """The chain without a mask (a shortlist where there is one) and with a mask that allows all (never one).
-
-    Returns how many candidates the former had at last.
-    """
-    v = vocab("gpt-2")
-    short, long = (_libllama.SamplerChain(v.native, params) for _ in range(2))
-    everything = np.full((v.n_vocab + 31) // 32, 0xFFFFFFFF, np.uint32)
-    for chain in (short, long):
-        chain.accept_all(prompt or [])
-    for values in logits:
-        token = short.sample(values)
-        assert token == long.sample(values, everything)
-        assert short.candidates(200) == long.candidates(200)
-        assert long.n_considered == v.n_vocab
-        short.accept(token)
-        long.accept(token)
-    return int(short.n_considered)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(0, 2**31),
-    st.sampled_from((1, 2, 5, 40, 128)),
-    st.sampled_from(("pairs", "rising", "falling", "few values", "mostly out", "one value")),
-    st.sampled_from((1.0, 1.3)),
-    st.sampled_from((0.0, 0.8)),
-    st.lists(st.tuples(st.integers(0, 300), st.floats(-9, 9) | st.just(float("-inf"))), max_size=5).map(tuple),
-)
-def test_equal_logits_on_the_short_way(
-    seed: int, top_k: int, kind: str, repeat: float, temperature: float, bias: tuple[tuple[int, float], ...]
-) -> None:
-    """Which of equal logits is chosen, and in which order they stand, is what libllama's sort of all of them does. As
-    models with the same row for several tokens have it, and in orders that are the best and worst for a heap."""
-    n = vocab("gpt-2").n_vocab
-    rng = np.random.default_rng(seed)
-    values = rng.normal(0, 3, n).astype(np.float32)
-    if kind == "pairs":
-        values[n // 2 : n // 2 * 2] = values[: n // 2]
-    elif kind in ("rising", "falling"):
-        values = np.sort(np.round(values, 2))[:: 1 if kind == "rising" else -1].copy()
-    elif kind == "few values":
-        values = np.round(values)
-    elif kind == "mostly out":
-        values = np.where(rng.random(n) < 0.998, -np.inf, np.round(values)).astype(np.float32)
-        values[7] = 1.0
-    else:
-        values[:] = 0.5
-    params = SamplingParams(
-        seed=seed % 1000, top_k=top_k, temperature=temperature, repeat_penalty=repeat, logit_bias=bias
-    )
-    considered = equal_ways(params, [values, np.roll(values, 101)], rng.integers(0, 300, 40).tolist())
-    if kind == "pairs" and len({token for token, _ in bias}) == len(bias):
-        assert considered < n // 8
-
-
-def test_ignore_eos_does_not_bar_the_short_way() -> None:
-    """It comes as a flag and as biases of minus infinity, as the front sends it; the token stays out, whatever else is
-    added to it, and the chain is as quick as without (the long way looks at all 50257 candidates)."""
-    v = vocab("gpt-2")
-    eos = v.eos
-    assert eos is not None
-    params = SamplingParams(
-        temperature=0.0, top_k=1, ignore_eos=True, logit_bias=((eos, 5.0), (eos, float("-inf")), (3, 1.0))
-    )
-    logits = rows(2, v.n_vocab, 5)
-    logits[:, eos] = 100.0
-    sampler = Sampler(params, v)
-    for row in logits:
-        token, _ = sampler.sample(row)
-        assert token == int(np.argmax(np.where(np.arange(v.n_vocab) == eos, -np.inf, row)))
-    twice = ((eos, float("-inf")), (eos, 5.0), (eos, float("-inf")))
-    equal_ways(_with(params, logit_bias=twice), list(logits))
-    chain = _libllama.SamplerChain(v.native, _with(params, logit_bias=twice))
-    assert chain.sample(logits[0]) != eos
-    assert chain.n_considered < 100
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.integers(0, 100),
-    st.integers(0, 40),
-    st.integers(0, 40),
-    st.integers(0, 90),
-    st.sampled_from((("penalties", "dry", "top_k", "temperature"), ("penalties",), ("dry", "top_k"), ())),
-)
-def test_only_the_end_of_a_prompt_is_read(
-    seed: int, last_n: int, dry_n: int, length: int, samplers: tuple[str, ...]
-) -> None:
-    """Penalties and DRY look back as far as their windows: the chain that took in the whole prompt says the same."""
-    v = vocab("stories")
-    params = SamplingParams(
-        seed=seed, repeat_last_n=last_n, repeat_penalty=1.5, dry_multiplier=0.9, dry_allowed_length=1,
-        dry_penalty_last_n=dry_n, samplers=samplers,
-    )  # fmt: skip
-    prompt = np.random.default_rng(seed).integers(0, 12, length).tolist()
-    whole = _libllama.SamplerChain(v.native, params)
-    whole.accept_all(prompt)
-    for form in (prompt, tuple(prompt), np.array(prompt, np.int32)):
-        ours = Sampler(params, v, form)
-        again = _libllama.SamplerChain(v.native, params)
-        again.accept_all(prompt)
-        for logits in rows(seed, v.n_vocab, 4):
-            token = again.sample(logits)
-            again.accept(token)
-            assert ours.sample(logits)[0] == token
-
-
-def test_a_token_biased_twice_is_biased_twice() -> None:
-    """As llama-server does with `[[id, 3], [id, 3]]`, on the short way too."""
-    agree(SamplingParams(temperature=0.0, top_k=1, logit_bias=((7, 3.0), (7, 3.0), (9, 5.5))), "gpt-2")
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.builds(
-        SamplingParams,
-        seed=st.integers(0, 1000),
-        top_k=st.integers(1, 120),
-        repeat_penalty=st.sampled_from((1.0, 1.3, 0.7)),
-        presence_penalty=st.sampled_from((0.0, 1.5, -1.5)),
-        dry_multiplier=st.sampled_from((0.0, 0.8)),
-        top_n_sigma=st.sampled_from((-1.0, 1.0)),
-        temperature=st.sampled_from((0.0, 0.8)),
-        logit_bias=st.lists(
-            st.tuples(st.integers(0, 50256), st.floats(-9, 9) | st.just(float("-inf"))), max_size=4
-        ).map(tuple),
-    ),
-    st.booleans(),
-)
-def test_the_short_way_equals_the_long_way(params: SamplingParams, ties: bool) -> None:
-    """The chain over a shortlist (no mask) against the chain over the whole vocabulary (a mask that allows all), also
-    where many logits are equal."""
-    v = vocab("gpt-2")
-    short, long = (_libllama.SamplerChain(v.native, params) for _ in range(2))
-    everything = np.full((v.n_vocab + 31) // 32, 0xFFFFFFFF, np.uint32)
-    for logits in rows(params.seed, v.n_vocab, 5):
-        values = np.round(logits) if ties else logits
-        token = short.sample(values)
-        assert token == long.sample(values, everything)
-        assert short.candidates(200) == long.candidates(200)
-        short.accept(token)
-        long.accept(token)
 
 
 @settings(max_examples=60, deadline=None)
@@ -476,7 +206,7 @@ def test_everything_biased_away() -> None:
     params = SamplingParams(seed=1, logit_bias=tuple((i, float("-inf")) for i in range(512)))
     for name in ("temperature", "top_k", "typ_p", "min_p", "top_p"):
         with pytest.raises(SamplingError, match="no token is left"):
-            Sampler(_with(params, samplers=(name,)), vocab("stories")).sample(rows(1, 512)[0])
+            Sampler(changed(params, samplers=(name,)), vocab("stories")).sample(rows(1, 512)[0])
 
 
 BAD = {
@@ -499,14 +229,14 @@ BAD = {
 def test_bad_settings_are_refused(field: str, value: Any) -> None:
     """One clear error each; the process lives."""
     with pytest.raises(SamplingError, match="Failed to initialize samplers"):
-        Sampler(_with(SamplingParams(), **{field: value}), vocab("stories"))
+        Sampler(changed(SamplingParams(), **{field: value}), vocab("stories"))
 
 
 def test_huge_windows_are_bounded() -> None:
     """A window of 2^31-1 would be allocated up front (8 GB); it works like one that holds every token."""
     big = SamplingParams(seed=2, repeat_last_n=2**31 - 1, repeat_penalty=1.4, dry_penalty_last_n=2**31 - 1)
-    big = _with(big, dry_multiplier=0.5)
-    small = _with(big, repeat_last_n=1000, dry_penalty_last_n=1000)
+    big = changed(big, dry_multiplier=0.5)
+    small = changed(big, repeat_last_n=1000, dry_penalty_last_n=1000)
     a, b = (Sampler(p, vocab("stories"), range(100)) for p in (big, small))
     assert [a.sample(x)[0] for x in rows(4, 512)] == [b.sample(x)[0] for x in rows(4, 512)]
 
@@ -577,7 +307,3 @@ def test_sampling_defaults_of_a_file() -> None:
     assert SamplingParams(**fields).top_k == 20
     with open_gguf(vocab_path("stories")) as gguf:
         assert sampling_defaults(gguf) == {}
-
-
-def _with(params: SamplingParams, **changes: Any) -> SamplingParams:
-    return SamplingParams(**{name: getattr(params, name) for name in params.__struct_fields__} | changes)
