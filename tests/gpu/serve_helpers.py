@@ -56,8 +56,8 @@ NOISE = 0.15
 """Between logprobs where both sides decoded everything: the same integer products, but K and V in float16, which ggml
 also adds up in float16, and misses that the CPU computes in one run and the GPU in another. The CPU alone parts from
 itself by 0.098 in another weight layout or with F32 KV (this model, 16 prompts of 3 tokens, 256 of answer as far as the
-texts agree: 12,000 tokens, by a script that is not kept), by 0.096 with the tests' own prompt. So 0.1 was its noise, and
-0.106 was seen on a device; half as much again is what another way of rounding may add."""
+texts agree: 12,000 tokens, by a script that is not kept), by 0.096 with the tests' own prompt. So 0.1 was its noise;
+0.106 was seen on a device. Half as much again is what another way of rounding may add."""
 ROUGH = 0.2
 """Where one side evaluated a prompt in another way: activations of 16 bits on the GPU and of 8 on the CPU, other orders
 of sums. The CPU against itself with another weight layout: up to 0.07 (0.57 where routers have near ties)."""
