@@ -18,7 +18,7 @@ from ftgguf.engine.grammar import Constraint, GrammarCompiler
 from ftgguf.engine.grammar_source import GrammarError, compile_grammar
 from ftgguf.engine.messages import Grammar, SamplingParams
 from ftgguf.engine.sampler import Sampler, SamplingError
-from tests.engine.test_sampler import Oracle, oracle_vocab, rows
+from tests.engine.sampler_oracle import Oracle, oracle_vocab, rows
 from tests.vocabs import vocab
 
 COMPILERS = {name: GrammarCompiler(vocab(name)) for name in ("stories", "gpt-2", "phi-3")}
